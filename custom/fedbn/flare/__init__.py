@@ -1,0 +1,1 @@
+"""The only part of fedbn that imports NVFlare: learner, aggregator, filters, workflow, persistor."""
