@@ -1,0 +1,896 @@
+"""The site store: the folder that a hospital's data preparation hands to training.
+
+One folder holds one site::
+
+    NYU/
+        dataset_description.json   how it was made: settings, versions, checksums, exclusions
+        participants.tsv           one row a subject
+        samples.tsv                one row a connectome: its subject and where its window starts
+        rois.tsv                   id and name of every node
+        connectomes.npy            float32 (n_samples, n_edges), edges in ``np.triu_indices`` order
+
+This module is imported at every start of a client process, so it needs NumPy and the standard
+library only.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "EDGE_ORDER",
+    "FORMAT_VERSION",
+    "Participant",
+    "SiteStore",
+    "StoreError",
+    "assign_folds",
+    "check_compatible",
+    "find_site_stores",
+    "read_description",
+    "read_site_store",
+    "signature_differences",
+    "write_site_store",
+]
+
+FORMAT_VERSION = 1
+EDGE_ORDER = "upper triangle by rows (numpy.triu_indices(n_rois, k=1))"
+
+DESCRIPTION = "dataset_description.json"
+PARTICIPANTS = "participants.tsv"
+SAMPLES = "samples.tsv"
+ROIS = "rois.tsv"
+CONNECTOMES = "connectomes.npy"
+TABLES_AND_ARRAY = (PARTICIPANTS, SAMPLES, ROIS, CONNECTOMES)
+
+PARTICIPANT_COLUMNS = (
+    "participant_id",
+    "diagnosis",
+    "age",
+    "sex",
+    "site",
+    "n_timepoints",
+    "n_windows",
+)
+SAMPLE_COLUMNS = ("participant_id", "window_start")
+ROI_COLUMNS = ("roi_id", "name")
+DIAGNOSES = {"control": 0, "autism": 1}
+MISSING = "n/a"
+
+# What the description must say about the connectomes, and what each is called in a message.
+CONNECTOME_SETTINGS = {
+    "kind": "kind of connectome",
+    "estimator": "covariance estimator",
+    "transform": "transform",
+    "window": "window",
+    "stride": "stride",
+    "negative": "rule for negative values",
+    "edge_order": "edge order",
+}
+
+
+class StoreError(ValueError):
+    """A site store, or what should become one, is not usable; the message says why."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One subject of a site.
+
+    Attributes
+    ----------
+    participant_id : str
+        BIDS style, such as ``sub-0050952``.
+    diagnosis : str
+        ``"autism"`` or ``"control"``.
+    age : float or None
+        Years at the scan; None where unknown.
+    sex : str
+        ``"M"``, ``"F"`` or ``"n/a"``.
+    site : str
+        Name of the site.
+    n_timepoints : int
+        Length of the scan.
+    n_windows : int
+        Number of connectomes, 1 for a whole scan.
+    fold : int or None
+        Test fold when folds were fixed in the store, else None.
+    """
+
+    participant_id: str
+    diagnosis: str
+    age: float | None
+    sex: str
+    site: str
+    n_timepoints: int
+    n_windows: int
+    fold: int | None = None
+
+
+@dataclass(frozen=True)
+class SiteStore:
+    """One site's connectomes and what is known about them.
+
+    Attributes
+    ----------
+    path : Path
+        The folder.
+    site : str
+        Name of the site.
+    description : dict
+        Content of ``dataset_description.json``.
+    participants : tuple of Participant
+        The subjects, in the order of the file.
+    rois : tuple of (str, str)
+        ROI id and name of every node.
+    connectomes : np.memmap, float32, shape (n_samples, n_edges)
+        Read-only, mapped from disk. Finite.
+    sample_participant : np.ndarray, int64, shape (n_samples,)
+        Index into `participants` of each sample.
+    window_start : np.ndarray, int64, shape (n_samples,)
+        First time point of each sample's window, 0 for whole scans.
+    """
+
+    path: Path
+    site: str
+    description: dict[str, Any]
+    participants: tuple[Participant, ...]
+    rois: tuple[tuple[str, str], ...]
+    connectomes: np.memmap = field(repr=False)
+    sample_participant: np.ndarray = field(repr=False)
+    window_start: np.ndarray = field(repr=False)
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """Diagnosis of each participant: int64 (n_participants,), 1 autism, 0 control."""
+        return np.array([DIAGNOSES[p.diagnosis] for p in self.participants], dtype=np.int64)
+
+    @property
+    def n_rois(self) -> int:
+        """Number of nodes."""
+        return len(self.rois)
+
+    @property
+    def n_edges(self) -> int:
+        """Number of values of one connectome, ``n_rois * (n_rois - 1) / 2``."""
+        return int(self.connectomes.shape[1])
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the subjects are made up."""
+        return bool(self.description["synthetic"])
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between sites that train together.
+
+        Returns
+        -------
+        dict
+            Fit for JSON. Holds no path and nothing about any subject.
+        """
+        settings = self.description["connectome"]
+        return {
+            "format_version": self.description["format_version"],
+            "atlas": self.description["atlas"],
+            **{name: settings[name] for name in CONNECTOME_SETTINGS},
+            "n_rois": self.n_rois,
+            "n_edges": self.n_edges,
+            "rois": [list(roi) for roi in self.rois],
+            "reference": self.description.get("reference_split"),
+            "preprocessing": self.description.get("preprocessing"),
+            "synthetic": self.is_synthetic,
+        }
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> SiteStore:
+    """Read a site store.
+
+    Parameters
+    ----------
+    path : path
+        Folder of one site.
+    verify : bool
+        Also compare the checksums and look at every value. Without it only headers, tables and
+        shapes are looked at, and the connectomes stay on disk until they are used.
+
+    Returns
+    -------
+    SiteStore
+
+    Raises
+    ------
+    StoreError
+        With one sentence that names the site or file and what to do.
+    """
+    folder = Path(path)
+    description = read_description(folder)
+    site = str(description["site"])
+    rois = _read_rois(folder, site)
+    participants = _read_participants(folder, site)
+    connectomes = _map_connectomes(folder, site, n_rois=len(rois))
+    sample_participant, window_start = _read_samples(folder, site, participants)
+    if len(sample_participant) != len(connectomes):
+        raise StoreError(
+            f"site {site!r}: {SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
+            f"{len(connectomes)}; make the store again"
+        )
+    if verify:
+        _verify_content(folder, site, description, connectomes)
+    return SiteStore(
+        path=folder,
+        site=site,
+        description=description,
+        participants=participants,
+        rois=rois,
+        connectomes=connectomes,
+        sample_participant=sample_participant,
+        window_start=window_start,
+    )
+
+
+def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check ``dataset_description.json`` of a store, and nothing else.
+
+    Parameters
+    ----------
+    path : path
+        Folder of one site.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    StoreError
+        If there is no store, or its description is not one of this format.
+    """
+    folder = Path(path)
+    file = folder / DESCRIPTION
+    if not folder.is_dir():
+        raise StoreError(
+            f"no site store at {folder}: make one with `python -m data_prep abide --out "
+            f"{folder.parent}` or `python -m data_prep synthetic --out {folder.parent}`"
+        )
+    if not file.is_file():
+        inner = [p.name for p in find_site_stores(folder)]
+        hint = (
+            f"it holds the stores {', '.join(inner)}: name one of them"
+            if inner
+            else "make one with `python -m data_prep abide` or `python -m data_prep synthetic`"
+        )
+        raise StoreError(f"{folder} is not a site store, it has no {DESCRIPTION}; {hint}")
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StoreError(f"{file} is not readable JSON ({error}); make the store again") from None
+    if not isinstance(description, dict) or "format_version" not in description:
+        raise StoreError(
+            f"{file} is not the description of a site store: it states no format_version; "
+            "make the store again"
+        )
+    if description["format_version"] != FORMAT_VERSION:
+        raise StoreError(
+            f"{file} has store format {description['format_version']!r}, this version reads "
+            f"{FORMAT_VERSION}; make the store again"
+        )
+    connectome = description.get("connectome")
+    present = set(connectome) if isinstance(connectome, dict) else set()
+    missing = [key for key in ("site", "atlas", "synthetic", "checksums") if key not in description]
+    missing += [f"connectome.{key}" for key in CONNECTOME_SETTINGS if key not in present]
+    if missing:
+        raise StoreError(f"{file} does not state {', '.join(missing)}; make the store again")
+    return description
+
+
+def find_site_stores(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the site stores directly inside a folder, sorted by name.
+
+    Parameters
+    ----------
+    folder : path
+        A folder; hidden folders in it (such as an interrupted run's) are passed over.
+
+    Returns
+    -------
+    list of Path
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    return sorted(
+        child
+        for child in root.iterdir()
+        if not child.name.startswith(".") and (child / DESCRIPTION).is_file()
+    )
+
+
+def _read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Read a tab-separated table whose first columns must be `columns`."""
+    if not file.is_file():
+        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise StoreError(
+            f"site {site!r}: {file.name} is not UTF-8 text; make the store again"
+        ) from None
+    header = lines[0].split("\t") if lines else []
+    if tuple(header[: len(columns)]) != tuple(columns):
+        raise StoreError(
+            f"site {site!r}: {file.name} starts with the columns {header}, expected "
+            f"{list(columns)}; make the store again"
+        )
+    rows = [line.split("\t") for line in lines[1:]]
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise StoreError(
+                f"site {site!r}: line {number} of {file.name} has {len(row)} fields, the header "
+                f"has {len(header)}; make the store again"
+            )
+    if not rows:
+        raise StoreError(f"site {site!r}: {file.name} has no rows; make the store again")
+    return header, rows
+
+
+def _read_rois(folder: Path, site: str) -> tuple[tuple[str, str], ...]:
+    _, rows = _read_table(folder / ROIS, site, ROI_COLUMNS)
+    ids = [row[0] for row in rows]
+    if len(set(ids)) != len(ids):
+        raise StoreError(f"site {site!r}: {ROIS} names an ROI id twice; make the store again")
+    return tuple((row[0], row[1]) for row in rows)
+
+
+def _read_participants(folder: Path, site: str) -> tuple[Participant, ...]:
+    header, rows = _read_table(folder / PARTICIPANTS, site, PARTICIPANT_COLUMNS)
+    with_fold = "fold" in header
+    participants = []
+    for number, row in enumerate(rows, start=2):
+        value = dict(zip(header, row, strict=True))
+        try:
+            participant = Participant(
+                participant_id=value["participant_id"],
+                diagnosis=value["diagnosis"],
+                age=None if value["age"] == MISSING else float(value["age"]),
+                sex=value["sex"],
+                site=value["site"],
+                n_timepoints=int(value["n_timepoints"]),
+                n_windows=int(value["n_windows"]),
+                fold=int(value["fold"]) if with_fold and value["fold"] != MISSING else None,
+            )
+        except ValueError as error:
+            raise StoreError(
+                f"site {site!r}: line {number} of {PARTICIPANTS} is not valid ({error}); "
+                "make the store again"
+            ) from None
+        participants.append(participant)
+    _check_participants(site, participants)
+    return tuple(participants)
+
+
+def _check_participants(site: str, participants: Sequence[Participant]) -> None:
+    """Refuse what no store may hold, on writing as on reading."""
+    seen: set[str] = set()
+    for p in participants:
+        if p.participant_id in seen:
+            raise StoreError(f"site {site!r}: {p.participant_id} appears twice in {PARTICIPANTS}")
+        seen.add(p.participant_id)
+        if p.diagnosis not in DIAGNOSES:
+            raise StoreError(
+                f"site {site!r}: {p.participant_id} has the diagnosis {p.diagnosis!r}; allowed "
+                f"are {', '.join(sorted(DIAGNOSES))}"
+            )
+        if p.site != site:
+            raise StoreError(
+                f"site {site!r}: {p.participant_id} belongs to site {p.site!r} in {PARTICIPANTS}; "
+                "one store holds one site"
+            )
+        if p.n_windows < 1:
+            raise StoreError(f"site {site!r}: {p.participant_id} has {p.n_windows} windows")
+
+
+def _map_connectomes(folder: Path, site: str, *, n_rois: int) -> np.memmap:
+    file = folder / CONNECTOMES
+    if not file.is_file():
+        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
+    try:
+        # Never unpickles: a header that announces Python objects is an error here.
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise StoreError(
+            f"site {site!r}: {CONNECTOMES} is cut off or not a NumPy array ({error}); "
+            "make the store again"
+        ) from None
+    n_edges = n_rois * (n_rois - 1) // 2
+    if not isinstance(array, np.memmap) or array.dtype != np.float32 or array.ndim != 2:
+        raise StoreError(
+            f"site {site!r}: {CONNECTOMES} holds {array.dtype} of shape {array.shape}, expected "
+            "float32 of shape (n_samples, n_edges); make the store again"
+        )
+    if array.shape[1] != n_edges:
+        raise StoreError(
+            f"site {site!r}: {CONNECTOMES} has {array.shape[1]} edges, but the {n_rois} ROIs of "
+            f"{ROIS} have {n_edges}; make the store again"
+        )
+    return array
+
+
+def _read_samples(
+    folder: Path, site: str, participants: Sequence[Participant]
+) -> tuple[np.ndarray, np.ndarray]:
+    _, rows = _read_table(folder / SAMPLES, site, SAMPLE_COLUMNS)
+    index = {p.participant_id: i for i, p in enumerate(participants)}
+    try:
+        owner = np.fromiter((index[row[0]] for row in rows), dtype=np.int64, count=len(rows))
+        start = np.fromiter((int(row[1]) for row in rows), dtype=np.int64, count=len(rows))
+    except KeyError as error:
+        raise StoreError(
+            f"site {site!r}: {SAMPLES} names {error.args[0]!r}, who is not in {PARTICIPANTS}; "
+            "make the store again"
+        ) from None
+    except ValueError as error:
+        raise StoreError(
+            f"site {site!r}: {SAMPLES} has a window_start that is not a number ({error}); "
+            "make the store again"
+        ) from None
+    found = np.bincount(owner, minlength=len(participants))
+    for p, count in zip(participants, found, strict=True):
+        if count != p.n_windows:
+            raise StoreError(
+                f"site {site!r}: {p.participant_id} has {count} rows in {SAMPLES} and "
+                f"n_windows {p.n_windows} in {PARTICIPANTS}; make the store again"
+            )
+    return owner, start
+
+
+def _verify_content(
+    folder: Path, site: str, description: Mapping[str, Any], connectomes: np.ndarray
+) -> None:
+    for name in TABLES_AND_ARRAY:
+        expected = description["checksums"].get(name)
+        found = file_checksum(folder / name)
+        if found != expected:
+            raise StoreError(
+                f"site {site!r}: {name} was changed after the store was written (sha256 "
+                f"{found[:12]}…, stated {str(expected)[:12]}…); make the store again"
+            )
+    rows = max(1, (16 << 20) // (4 * connectomes.shape[1]))
+    for begin in range(0, len(connectomes), rows):
+        finite = np.isfinite(connectomes[begin : begin + rows])
+        if not finite.all():
+            row, edge = np.argwhere(~finite)[0]
+            raise StoreError(
+                f"site {site!r}: {CONNECTOMES} has a value that is not finite (row {begin + row}, "
+                f"edge {edge}); make the store again"
+            )
+
+
+def file_checksum(file: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file, in hexadecimal.
+
+    Parameters
+    ----------
+    file : path
+        Read in pieces, so a large file costs no memory.
+
+    Returns
+    -------
+    str
+    """
+    with Path(file).open("rb") as stream:
+        digest = hashlib.sha256()
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+def write_site_store(
+    path: str | os.PathLike[str],
+    *,
+    site: str,
+    participants: Sequence[Participant],
+    rois: Sequence[tuple[str, str]],
+    window_starts: Sequence[Sequence[int] | np.ndarray],
+    connectomes: np.ndarray | Callable[[int, np.ndarray], object],
+    description: Mapping[str, Any],
+) -> Path:
+    """Write a site store, so that an interrupted run leaves the old one or none.
+
+    Parameters
+    ----------
+    path : path
+        Folder of the store. What is there as a store is replaced; any other folder that is not
+        empty is refused.
+    site : str
+        Name of the site.
+    participants : sequence of Participant
+        The subjects; ``n_windows`` must equal the length of their entry in `window_starts`.
+    rois : sequence of (str, str)
+        ROI id and name of every node.
+    window_starts : sequence of sequence of int
+        For each participant, the first time point of each of its windows.
+    connectomes : np.ndarray, shape (n_samples, n_edges), or callable
+        All rows, or a function ``fill(index, block)`` that writes the rows of participant `index`
+        into ``block``, float32 (n_windows, n_edges), a part of the file on disk. The callable
+        keeps memory small: no second copy of the array is ever held.
+    description : mapping
+        Goes into ``dataset_description.json``. Must hold ``atlas``, ``synthetic`` and
+        ``connectome`` (a mapping with ``kind``, ``estimator``, ``window``, ``stride``,
+        ``negative``); counts, checksums and the format are added here.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    StoreError
+        If the parts do not fit together, or a value is not finite.
+    """
+    folder = Path(path)
+    participants, rois = list(participants), list(rois)
+    if not participants:
+        raise StoreError(f"site {site!r}: no subject is left, so there is nothing to store")
+    _check_participants(site, participants)
+    for p, starts in zip(participants, window_starts, strict=True):
+        if len(starts) != p.n_windows:
+            raise StoreError(
+                f"site {site!r}: {p.participant_id} has n_windows {p.n_windows} and "
+                f"{len(starts)} window starts"
+            )
+    full = _complete_description(site, participants, rois, description)
+    _refuse_foreign_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _clean_leftovers(folder)
+    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        _write_tables(temporary, participants, rois, window_starts)
+        _write_connectomes(
+            temporary / CONNECTOMES, site, participants, full["n_edges"], connectomes
+        )
+        full["checksums"] = {name: file_checksum(temporary / name) for name in TABLES_AND_ARRAY}
+        text = json.dumps(full, indent=2, ensure_ascii=False, allow_nan=False)
+        (temporary / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        for name in (*TABLES_AND_ARRAY, DESCRIPTION):
+            _sync(temporary / name)
+        _sync(temporary)
+        _put_in_place(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder
+
+
+def _complete_description(
+    site: str,
+    participants: Sequence[Participant],
+    rois: Sequence[tuple[str, str]],
+    description: Mapping[str, Any],
+) -> dict[str, Any]:
+    connectome = dict(description.get("connectome", {}))
+    connectome.setdefault("edge_order", EDGE_ORDER)
+    connectome.setdefault("transform", "fisher z")
+    missing = [key for key in ("atlas", "synthetic") if key not in description]
+    missing += [f"connectome.{key}" for key in CONNECTOME_SETTINGS if key not in connectome]
+    if missing:
+        raise StoreError(f"site {site!r}: the description must state {', '.join(missing)}")
+    n_rois = len(rois)
+    return {
+        "Name": f"{site}: connectomes for federated training",
+        "BIDSVersion": "1.9.0",
+        "DatasetType": "derivative",
+        **description,
+        "format_version": FORMAT_VERSION,
+        "site": site,
+        "connectome": connectome,
+        "n_participants": len(participants),
+        "n_samples": sum(p.n_windows for p in participants),
+        "n_rois": n_rois,
+        "n_edges": n_rois * (n_rois - 1) // 2,
+    }
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{folder} is a file; choose another place for the store")
+    if folder.is_dir() and not (folder / DESCRIPTION).is_file() and any(folder.iterdir()):
+        raise StoreError(
+            f"{folder} holds something that is not a site store; choose another place or empty it"
+        )
+
+
+def _write_tables(
+    folder: Path,
+    participants: Sequence[Participant],
+    rois: Sequence[tuple[str, str]],
+    window_starts: Sequence[Sequence[int] | np.ndarray],
+) -> None:
+    with_fold = any(p.fold is not None for p in participants)
+    header = (*PARTICIPANT_COLUMNS, "fold") if with_fold else PARTICIPANT_COLUMNS
+    _write_table(
+        folder / PARTICIPANTS,
+        header,
+        ([_field(getattr(p, name)) for name in header] for p in participants),
+    )
+    _write_table(folder / ROIS, ROI_COLUMNS, ([_field(i), _field(name)] for i, name in rois))
+    _write_table(
+        folder / SAMPLES,
+        SAMPLE_COLUMNS,
+        (
+            [p.participant_id, str(int(start))]
+            for p, starts in zip(participants, window_starts, strict=True)
+            for start in starts
+        ),
+    )
+
+
+def _field(value: object) -> str:
+    if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        return MISSING
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if any(mark in text for mark in "\t\r\n"):
+        raise StoreError(f"{text!r} holds a tab or a line break, which a table cannot store")
+    return text
+
+
+def _write_table(file: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    with file.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write("\t".join(header) + "\n")
+        stream.writelines("\t".join(row) + "\n" for row in rows)
+
+
+def _write_connectomes(
+    file: Path,
+    site: str,
+    participants: Sequence[Participant],
+    n_edges: int,
+    connectomes: np.ndarray | Callable[[int, np.ndarray], object],
+) -> None:
+    n_samples = sum(p.n_windows for p in participants)
+    if not callable(connectomes) and connectomes.shape != (n_samples, n_edges):
+        raise StoreError(
+            f"site {site!r}: connectomes of shape {connectomes.shape}, expected "
+            f"{(n_samples, n_edges)}"
+        )
+    out = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(n_samples, n_edges))
+    begin = 0
+    for index, p in enumerate(participants):
+        block = out[begin : begin + p.n_windows]
+        if callable(connectomes):
+            connectomes(index, block)
+        else:
+            block[...] = connectomes[begin : begin + p.n_windows]
+        if not np.isfinite(block).all():
+            raise StoreError(
+                f"site {site!r}: {p.participant_id} has a connectome value that is not finite"
+            )
+        begin += p.n_windows
+    out.flush()
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file or folder to the disk now."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot sync a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename the finished folder; an old store steps aside first and is then removed."""
+    aside = folder.parent / f".{folder.name}.replaced"
+    if folder.is_dir() and any(folder.iterdir()):
+        folder.rename(aside)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            aside.rename(folder)
+            raise
+        shutil.rmtree(aside)
+    else:
+        with suppress(FileNotFoundError):
+            folder.rmdir()
+        temporary.rename(folder)
+    _sync(folder.parent)
+
+
+def _clean_leftovers(folder: Path) -> None:
+    """Remove what interrupted runs left beside the store, and put a stepped-aside store back."""
+    aside = folder.parent / f".{folder.name}.replaced"
+    if aside.is_dir():
+        if folder.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(folder)
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------ do sites fit together?
+
+
+def signature_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Say in what two signatures differ.
+
+    Parameters
+    ----------
+    a, b : mapping
+        As from `SiteStore.signature`, possibly after a trip through JSON.
+
+    Returns
+    -------
+    list of str
+        One sentence a difference, with both values; empty if the stores fit together.
+    """
+    names = {
+        "format_version": "store format",
+        "atlas": "atlas",
+        **CONNECTOME_SETTINGS,
+        "n_rois": "number of ROIs",
+        "n_edges": "number of edges",
+        "reference": "reference split",
+        "preprocessing": "preprocessing",
+        "synthetic": "synthetic",
+    }
+    differences = [
+        f"{name}: {_show(a.get(key))} and {_show(b.get(key))}"
+        for key, name in names.items()
+        if a.get(key) != b.get(key)
+    ]
+    return differences + _roi_differences(a.get("rois") or [], b.get("rois") or [])
+
+
+def _show(value: object) -> str:
+    return "none" if value is None else repr(value) if not isinstance(value, str) else value
+
+
+def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> list[str]:
+    if [list(roi) for roi in a] == [list(roi) for roi in b]:
+        return []
+    first, second = {r[0]: r[1] for r in a}, {r[0]: r[1] for r in b}
+    only_first = [i for i in first if i not in second]
+    only_second = [i for i in second if i not in first]
+    if only_first or only_second:
+        return [f"ROI ids: {_some(only_first)} only in one and {_some(only_second)} in the other"]
+    renamed = [i for i in first if first[i] != second[i]]
+    if renamed:
+        i = renamed[0]
+        return [f"name of ROI {i}: {first[i]} and {second[i]} ({len(renamed)} such ROIs)"]
+    place = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x[0] != y[0])
+    return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
+
+
+def _some(ids: Sequence[str], limit: int = 5) -> str:
+    if not ids:
+        return "none"
+    return ", ".join(ids[:limit]) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
+
+
+def check_compatible(stores: Iterable[SiteStore]) -> None:
+    """Refuse stores that cannot train together.
+
+    Parameters
+    ----------
+    stores : iterable of SiteStore
+        One a site.
+
+    Raises
+    ------
+    StoreError
+        Naming the two sites and every difference between them.
+    """
+    stores = list(stores)
+    seen: dict[str, Path] = {}
+    for store in stores:
+        if store.site in seen:
+            raise StoreError(
+                f"{seen[store.site]} and {store.path} both hold site {store.site!r}; a site "
+                "takes part once"
+            )
+        seen[store.site] = store.path
+    for store in stores[1:]:
+        differences = signature_differences(stores[0].signature(), store.signature())
+        if differences:
+            raise StoreError(
+                f"sites {stores[0].site!r} and {store.site!r} cannot train together: "
+                f"{'; '.join(differences)}"
+            )
+
+
+# ----------------------------------------------------------------------------------------- folds
+
+
+def assign_folds(
+    participant_ids: Sequence[str],
+    diagnosis: Sequence[object] | np.ndarray,
+    n_folds: int,
+    seed: int,
+    *,
+    site: str | None = None,
+) -> np.ndarray:
+    """Divide subjects into folds, stratified by diagnosis.
+
+    The same folds as scikit-learn's ``StratifiedKFold(n_folds, shuffle=True, random_state=seed)``
+    on the subjects sorted by id, without the seconds that importing scikit-learn costs. A subject
+    is in exactly one fold, with all of its windows, whatever the order of the rows.
+
+    Parameters
+    ----------
+    participant_ids : sequence of str, length n
+        Subjects, each once.
+    diagnosis : sequence, length n
+        Class of each subject, in any coding.
+    n_folds : int
+        Number of folds, at least 2.
+    seed : int
+        Seed of the shuffle.
+    site : str, optional
+        Named in messages.
+
+    Returns
+    -------
+    np.ndarray, int64, shape (n,)
+        Fold of each subject, 0 to ``n_folds - 1``, in the order given.
+
+    Raises
+    ------
+    StoreError
+        If there is one class only, or fewer subjects of a class than folds.
+    """
+    ids = [str(i) for i in participant_ids]
+    where = f"site {site!r}" if site else "this site"
+    if n_folds < 2:
+        raise StoreError(f"n_folds is {n_folds}; at least 2 are needed")
+    if len(set(ids)) != len(ids) or len(ids) != len(diagnosis):
+        raise StoreError(f"{where}: folds need each subject once, with one diagnosis")
+    order = np.argsort(np.array(ids, dtype=str), kind="stable")
+    classes = [str(diagnosis[i]) for i in order]
+    names, encoded = np.unique(np.array(classes, dtype=str), return_inverse=True)
+    counts = np.bincount(encoded, minlength=len(names))
+    listed = ", ".join(f"{n} of {name}" for name, n in zip(names, counts, strict=True))
+    if len(names) < 2:
+        raise StoreError(
+            f"{where} has one diagnosis only ({listed or 'no subjects'}); training needs both"
+        )
+    if counts.min() < n_folds:
+        raise StoreError(
+            f"{where} has {len(ids)} subjects ({listed}), too few for {n_folds} folds: each "
+            "diagnosis needs at least one subject a fold"
+        )
+    # Classes are numbered by first appearance, and each fold gets every n-th of the sorted list.
+    _, first = np.unique(encoded, return_index=True)
+    rank = np.argsort(np.argsort(first))
+    encoded = rank[encoded]
+    in_order = np.sort(encoded)
+    share = np.stack(
+        [np.bincount(in_order[f::n_folds], minlength=len(names)) for f in range(n_folds)]
+    )
+    generator = np.random.RandomState(seed)
+    sorted_folds = np.empty(len(ids), dtype=np.int64)
+    for k in range(len(names)):
+        of_class = np.repeat(np.arange(n_folds), share[:, k])
+        generator.shuffle(of_class)
+        sorted_folds[encoded == k] = of_class
+    folds = np.empty(len(ids), dtype=np.int64)
+    folds[order] = sorted_folds
+    return folds
