@@ -1,1 +1,1 @@
-"""The only part of fedbn that imports NVFlare: learner, aggregator, filters, workflow, persistor."""
+"""What NVFlare runs: learner, aggregator, filters, workflow, persistor; nothing else imports it."""

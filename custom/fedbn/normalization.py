@@ -1,0 +1,248 @@
+"""Which state-dict entries belong to batch norm: the heart of the method.
+
+FedBN (Li et al., ICLR 2021, arXiv 2102.07623, Algorithm 1) averages every entry of the network
+except those of its batch-norm layers. An entry belongs to batch norm because of the *type* of the
+module that holds it, never because of its name: MONAI's DenseNet121 calls its batch-norm layers
+``norm1`` and its UNet ``adn.N``.
+
+Everything here is pure: nothing is changed in place but the model handed to :func:`load_entries`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+
+Policy = Literal["fedbn", "silobn", "none"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+_NORMALIZATION_LAYERS: tuple[type[nn.Module], ...] = (
+    _NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+)
+
+
+class NoBatchNormError(ValueError):
+    """The network has no batch-norm layer, so that FedBN would silently be FedAvg."""
+
+
+class StateMismatchError(ValueError):
+    """Entries do not fit the network: missing or unknown names, other shapes or dtypes."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The entries of one network, split between the site and the federation.
+
+    Attributes
+    ----------
+    policy
+        ``"fedbn"``: gamma, beta, running mean and variance, and the counter stay at the site.
+        ``"silobn"``: statistics and counter stay; gamma and beta are shared (Andreux et al., 2020).
+        ``"none"``: all floating state is shared, statistics too (FedAvg).
+        Under every policy integer and boolean entries stay: an average of them means nothing.
+    local, shared
+        Names in state-dict order; together they are all of ``model.state_dict()``.
+    layers
+        Names of the batch-norm layers, as in ``named_modules()``.
+    batch_norm
+        Names of all entries that belong to batch norm, whatever the policy.
+    """
+
+    policy: Policy
+    local: tuple[str, ...]
+    shared: tuple[str, ...]
+    layers: tuple[str, ...]
+    batch_norm: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Say in one sentence what stays and what travels, for a log or a table's caption."""
+        return (
+            f"policy {self.policy!r}: {len(self.layers)} batch-norm layers, "
+            f"{len(self.local)} entries stay at the site, {len(self.shared)} are shared"
+        )
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Take every wrapper (data-parallel, compiled) off a model.
+
+    A wrapper puts a prefix before each key (``module.``, ``_orig_mod.``), so it is taken off before
+    any key is looked at.
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def split(
+    model: nn.Module,
+    policy: Policy = "fedbn",
+    *,
+    extra_types: Iterable[type[nn.Module]] = (),
+) -> Partition:
+    """Partition ``model.state_dict()`` into local and shared entries, by module type.
+
+    Parameters
+    ----------
+    model
+        Any network, wrapped or not.
+    policy
+        See :class:`Partition`.
+    extra_types
+        Further module types to treat as batch norm, for networks that bring their own (an
+        in-place activated batch norm, say). Instance norm is not batch norm unless named here.
+
+    Raises
+    ------
+    ValueError
+        If the policy is unknown, or a lazy layer has no shape yet.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    model = unwrap_model(model)
+    types: tuple[type[nn.Module], ...] = (_BatchNorm, *extra_types)
+    # remove_duplicate=False: a module that is used twice has its entries under both names.
+    layers = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, types)
+    ]
+    prefixes = tuple(f"{name}." if name else "" for name in layers)
+    entries = model.state_dict(keep_vars=True)
+    batch_norm = {name for name in entries if name.startswith(prefixes)} if prefixes else set()
+    # A tensor of a batch-norm layer can stand a second time under a name outside of the layer.
+    identities = {id(entries[name]) for name in batch_norm}
+    batch_norm |= {name for name, tensor in entries.items() if id(tensor) in identities}
+
+    local: list[str] = []
+    shared: list[str] = []
+    for name, tensor in entries.items():
+        if is_lazy(tensor):
+            raise ValueError(
+                f"entry {name!r} of {type(model).__name__} has no shape yet; "
+                "run one batch through the network before it is federated"
+            )
+        averaged = tensor.is_floating_point() or tensor.is_complex()
+        kept = name in batch_norm and (
+            policy == "fedbn" or (policy == "silobn" and not isinstance(tensor, nn.Parameter))
+        )
+        (local if kept or not averaged else shared).append(name)
+    return Partition(
+        policy=policy,
+        local=tuple(local),
+        shared=tuple(shared),
+        layers=tuple(layers),
+        batch_norm=tuple(name for name in entries if name in batch_norm),
+    )
+
+
+def require_batch_norm(model: nn.Module, partition: Partition) -> None:
+    """Refuse a network without batch norm, and one with nothing else to share.
+
+    Under policy ``"none"`` (FedAvg) a network without batch norm is welcome.
+
+    Raises
+    ------
+    NoBatchNormError
+        Naming the network, the normalisation layers that it has, and how to get batch norm.
+    """
+    name = type(unwrap_model(model)).__name__
+    if partition.policy != "none" and not partition.layers:
+        counts = Counter(
+            type(module).__name__
+            for module in unwrap_model(model).modules()
+            if isinstance(module, _NORMALIZATION_LAYERS)
+        )
+        found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        raise NoBatchNormError(
+            f"network {name} has no batch-norm layer (normalisation layers found: "
+            f"{found or 'none'}), so policy {partition.policy!r} would be plain FedAvg; build it "
+            "with batch norm (norm='batch' for most MONAI networks) or choose policy 'none'"
+        )
+    if not partition.shared:
+        raise NoBatchNormError(
+            f"network {name} consists of batch norm alone: policy {partition.policy!r} "
+            "leaves nothing to share"
+        )
+
+
+def entries(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Copy the named entries out of a model, on the CPU.
+
+    Copies, because ``state_dict()`` hands out the live tensors: what was saved or sent must not
+    change with the next training step.
+    """
+    state = unwrap_model(model).state_dict()
+    return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
+
+
+def check_entries(
+    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str
+) -> None:
+    """Compare names, shapes and dtypes; raise one sentence with the difference of both sides.
+
+    Raises
+    ------
+    StateMismatchError
+        Naming up to three missing and three unknown entries, or the first wrong shape or dtype.
+    """
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} missing ({_some(missing)})")
+        if unknown:
+            parts.append(f"{len(unknown)} unknown ({_some(unknown)})")
+        raise StateMismatchError(f"{what} do not fit the network: {', '.join(parts)}")
+    for name, tensor in expected.items():
+        other = given[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise StateMismatchError(
+                f"{what} do not fit the network: entry {name!r} is "
+                f"{tuple(other.shape)} {other.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def load_entries(model: nn.Module, *parts: Mapping[str, torch.Tensor]) -> None:
+    """Load shared and local entries, which together must be the whole state of the model.
+
+    Parameters
+    ----------
+    model
+        The network; wrapped or not. Values are copied into its own tensors, on its own device.
+    parts
+        Mappings from names to tensors, disjoint, whose union is ``model.state_dict()``.
+
+    Raises
+    ------
+    StateMismatchError
+        If a name is missing, unknown or given twice, or a shape or dtype differs.
+    """
+    model = unwrap_model(model)
+    joined: dict[str, torch.Tensor] = {}
+    for part in parts:
+        twice = [name for name in part if name in joined]
+        if twice:
+            raise StateMismatchError(f"entries given twice: {_some(twice)}")
+        joined.update(part)
+    check_entries(joined, model.state_dict(), "the entries")
+    model.load_state_dict(joined, strict=True)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown}, …"

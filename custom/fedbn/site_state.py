@@ -1,0 +1,296 @@
+"""A site's own entries on its own disk: atomic, checksummed, alive through restarts.
+
+FLARE builds the client object anew for every task when it runs fewer threads than clients, and
+after every restart. What a site must keep between rounds therefore lives in files. They are keyed
+by job and site, written to a temporary name and renamed, and carry a digest over every tensor, so
+that a half-written, corrupted or foreign file is an error with a name and never a fresh batch norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+FORMAT = "fedbn-checkpoint-1"
+SHARED_WEIGHTS = "shared weights"
+LOCAL_ENTRIES = "local entries"
+PREPARATION = "preparation"
+COMPLETE_MODEL = "complete model"
+
+
+class SiteStateError(RuntimeError):
+    """A state file that is missing, damaged, or not this job's; the message names the file."""
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that appears under its name only when it is complete and on the disk.
+
+    Raises
+    ------
+    SiteStateError
+        If it cannot be written (full disk, read-only folder); an older file stays as it was.
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        )
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)  # noqa: PTH105 - the atomic call, by its POSIX name
+        temporary = None
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise SiteStateError(
+            f"cannot write {path.name}: {error.strerror or error}; "
+            "free disk space or make the folder writable (an older file is unchanged)"
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN is refused, because JSON has none."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def save_checkpoint(
+    path: Path, kind: str, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]
+) -> None:
+    """Write named tensors and JSON-able facts to one file that ``weights_only=True`` can load.
+
+    Parameters
+    ----------
+    path
+        The file; replaced atomically.
+    kind
+        One of the kinds named in this module; :func:`load_checkpoint` asks for it again.
+    tensors
+        Names to tensors; copies are written, on the CPU.
+    meta
+        What a reader must know: job, site, round, network, …
+    """
+    copies = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    facts = json.dumps(meta, sort_keys=True, allow_nan=False)
+    content = {
+        "format": FORMAT,
+        "kind": kind,
+        "complete_model": kind == COMPLETE_MODEL,
+        "meta": facts,
+        "sha256": _digest(kind, facts, copies),
+        "model": copies,
+    }
+    with atomic_write(path) as file:
+        torch.save(content, file)
+
+
+def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Read and verify what :func:`save_checkpoint` wrote; nothing in the file is executed.
+
+    Returns
+    -------
+    tensors, meta
+        Names to CPU tensors, and the facts.
+
+    Raises
+    ------
+    SiteStateError
+        If the file is missing, cannot be read, is of another kind, or its digest is wrong.
+    """
+    if not path.is_file():
+        raise SiteStateError(f"{kind} file {path.name} is missing in {path.parent}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SiteStateError(
+            f"{kind} file {path} is damaged or not a fedbn file ({type(error).__name__}); "
+            "restore it from a backup, or delete it and start a new job"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise SiteStateError(f"{path} is not a {FORMAT} file")
+    if content.get("kind") != kind:
+        hint = ""
+        if content.get("kind") == SHARED_WEIGHTS and kind == COMPLETE_MODEL:
+            hint = (
+                ": it holds the shared weights without any site's batch norm and cannot predict; "
+                "use a site's own model.pt"
+            )
+        raise SiteStateError(f"{path} holds {content.get('kind')!r}, expected {kind!r}{hint}")
+    tensors, facts = content.get("model"), content.get("meta")
+    if (
+        not isinstance(tensors, dict)
+        or not isinstance(facts, str)
+        or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+        or _digest(kind, facts, tensors) != content.get("sha256")
+    ):
+        raise SiteStateError(
+            f"{kind} file {path} is corrupted: its checksum does not match its content; "
+            "restore it from a backup, or delete it and start a new job"
+        )
+    return tensors, json.loads(facts)
+
+
+class SiteState:
+    """What one site keeps for one job, in a folder that outlives every process of the run.
+
+    Parameters
+    ----------
+    folder
+        ``<root>/<job>/<site>``, see :meth:`under`.
+    job, site
+        Written into every file and asked for when it is read.
+    network
+        Fingerprint of the network (see :func:`network_fingerprint`); a state of another network
+        is refused.
+    """
+
+    def __init__(self, folder: Path, *, job: str, site: str, network: str):
+        self.folder = folder
+        self.job = job
+        self.site = site
+        self.network = network
+
+    @classmethod
+    def under(cls, root: Path, *, job: str, site: str, network: str) -> SiteState:
+        """Return the state of a job and site below a common root."""
+        for name in (job, site):
+            if not name or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
+                raise SiteStateError(f"{name!r} cannot name a folder of site state")
+        return cls(root / job / site, job=job, site=site, network=network)
+
+    @property
+    def local_path(self) -> Path:
+        """The file with the site's local entries."""
+        return self.folder / "local_entries.pt"
+
+    @property
+    def preparation_path(self) -> Path:
+        """The file with the site's split and standardisation."""
+        return self.folder / "preparation.pt"
+
+    @property
+    def model_path(self) -> Path:
+        """The file with the complete model, written at the end."""
+        return self.folder / "model.pt"
+
+    @property
+    def exists(self) -> bool:
+        """Whether this site has kept local entries for this job."""
+        return self.local_path.exists()
+
+    def save_local(self, entries: Mapping[str, torch.Tensor], round_number: int) -> None:
+        """Keep the local entries as they are after a round (-1: before the first).
+
+        Raises
+        ------
+        SiteStateError
+            If a value is not finite (the older file stays), or the file cannot be written.
+        """
+        for name, tensor in entries.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise SiteStateError(
+                    f"site {self.site!r}: local entry {name!r} is not finite after round "
+                    f"{round_number}; the entries of the round before are kept"
+                )
+        self._save(self.local_path, LOCAL_ENTRIES, entries, {"round": round_number})
+
+    def load_local(self) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the local entries and the round after which they were kept."""
+        tensors, meta = self._load(self.local_path, LOCAL_ENTRIES)
+        return tensors, int(meta["round"])
+
+    def save_preparation(
+        self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+    ) -> None:
+        """Keep what was fitted on the site's training subjects, once, before the first round."""
+        self._save(self.preparation_path, PREPARATION, tensors, {"facts": dict(facts)})
+
+    def load_preparation(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return what :meth:`save_preparation` kept."""
+        tensors, meta = self._load(self.preparation_path, PREPARATION)
+        return tensors, meta["facts"]
+
+    def save_model(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Write the complete model (shared entries and the site's own) that the site keeps."""
+        self._save(self.model_path, COMPLETE_MODEL, tensors, {"facts": dict(facts)})
+
+    def save_predictions(self, name: str, **arrays: np.ndarray) -> None:
+        """Keep the predictions of one round at the site, for metrics and curves."""
+        with atomic_write(self.folder / "predictions" / f"{name}.npz") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    def load_predictions(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return all kept predictions: name to arrays, sorted by name."""
+        kept = {}
+        for path in sorted((self.folder / "predictions").glob("[!.]*.npz")):
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    kept[path.stem] = {name: file[name] for name in file.files}
+            except Exception as error:
+                raise SiteStateError(
+                    f"site {self.site!r}: predictions file {path} is damaged "
+                    f"({type(error).__name__}); delete it to go on without that round"
+                ) from error
+        return kept
+
+    def _save(
+        self, path: Path, kind: str, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]
+    ) -> None:
+        keyed = {"job": self.job, "site": self.site, "network": self.network, **meta}
+        save_checkpoint(path, kind, tensors, keyed)
+
+    def _load(self, path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        try:
+            tensors, meta = load_checkpoint(path, kind)
+        except SiteStateError as error:
+            raise SiteStateError(f"site {self.site!r}: {error}") from error
+        for key, expected in (("job", self.job), ("site", self.site), ("network", self.network)):
+            if meta.get(key) != expected:
+                raise SiteStateError(
+                    f"site {self.site!r}: {kind} file {path} belongs to {key} "
+                    f"{meta.get(key)!r}, not to {expected!r}; "
+                    "delete it to start anew, or run the job it belongs to"
+                )
+        return tensors, meta
+
+
+def network_fingerprint(name: str, state: Mapping[str, torch.Tensor]) -> str:
+    """Name a network by its class and the names, shapes and dtypes of its entries."""
+    lines = [f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in state.items()]
+    return f"{name}-{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def _digest(kind: str, facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(f"{FORMAT}\n{kind}\n{facts}\n".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        digest.update(f"{name}\n{tuple(tensor.shape)}\n{tensor.dtype}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
