@@ -122,7 +122,7 @@ def _byte_to_factors(scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the (256, 8) table from the value of a byte to the factors of its eight elements."""
     with torch.inference_mode(False), torch.no_grad():
         bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
-        return (bits * scale).to(dtype)
+        return (bits.double() * scale).to(dtype)
 
 
 class ConnectomeMLP(nn.Module):
