@@ -35,6 +35,7 @@ __all__ = [
     "StoreError",
     "assign_folds",
     "check_compatible",
+    "default_data_root",
     "find_site_stores",
     "read_description",
     "read_site_store",
@@ -315,6 +316,17 @@ def find_site_stores(folder: str | os.PathLike[str]) -> list[Path]:
         for child in root.iterdir()
         if not child.name.startswith(".") and (child / DESCRIPTION).is_file()
     )
+
+
+def default_data_root() -> Path:
+    """Return where site stores are by default: ``$FEDBN_DATA``, else ``~/fedbn_data``.
+
+    Returns
+    -------
+    Path
+    """
+    named = os.environ.get("FEDBN_DATA")
+    return Path(named) if named else Path.home() / "fedbn_data"
 
 
 def _read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,271 @@
+"""Put the parts together: subjects of one site in, a site store out."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.connectome import (
+    ConnectomeSettings,
+    correlation_connectomes,
+    tangent_connectomes,
+    whole_scan_connectome,
+    window_starts,
+)
+from data_prep.harvard_oxford import ATLAS, ROIS
+from data_prep.quality import Exclusion, QualityRule, apply_rule
+from data_prep.site_store import (
+    FORMAT_VERSION,
+    Participant,
+    SiteStore,
+    StoreError,
+    assign_folds,
+    read_site_store,
+    write_site_store,
+)
+from data_prep.sources import Subject
+
+__all__ = ["FoldPlan", "Preparation", "build_site_store", "unchanged_store"]
+
+
+@dataclass(frozen=True)
+class FoldPlan:
+    """Folds that are fixed in the store.
+
+    Attributes
+    ----------
+    n_folds, seed : int
+        As in `site_store.assign_folds`.
+    fold : int or None
+        The held-out fold, which a tangent reference must not see; None for other kinds.
+    """
+
+    n_folds: int
+    seed: int
+    fold: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a fold that does not exist."""
+        if self.n_folds < 2:
+            raise ValueError(f"folds is {self.n_folds}; at least 2 are needed")
+        if self.fold is not None and not 0 <= self.fold < self.n_folds:
+            raise ValueError(
+                f"fold is {self.fold}; with {self.n_folds} folds it is 0 to {self.n_folds - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything that decides the content of a store, except the subjects themselves.
+
+    Attributes
+    ----------
+    settings : ConnectomeSettings
+        How connectomes are made.
+    rule : QualityRule
+        Who is left out.
+    folds : FoldPlan or None
+        Folds fixed in the store; tangent connectomes need them.
+    """
+
+    settings: ConnectomeSettings
+    rule: QualityRule
+    folds: FoldPlan | None = None
+
+    def __post_init__(self) -> None:
+        """Tangent needs a held-out fold, and no other kind has one."""
+        held_out = self.folds is not None and self.folds.fold is not None
+        if (self.settings.kind == "tangent") != held_out:
+            raise ValueError(
+                "tangent connectomes need --folds and --fold, to keep the test subjects out of "
+                "the reference"
+                if not held_out
+                else "--fold is for --kind tangent only; --folds alone fixes folds in the store"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings as the store states them."""
+        folds = asdict(self.folds) if self.folds else None
+        return {
+            "connectome": self.settings.describe(),
+            "quality_rule": self.rule.describe(),
+            "folds": folds,
+            "reference_split": folds if self.settings.kind == "tangent" else None,
+        }
+
+    def fingerprint(self, site: str, inputs: Mapping[str, object]) -> str:
+        """Return what changes whenever the settings or the inputs do.
+
+        Parameters
+        ----------
+        site : str
+            Name of the site.
+        inputs : mapping
+            Fit for JSON: the checksum of every input file, or a generator's arguments.
+
+        Returns
+        -------
+        str
+            SHA-256 in hexadecimal.
+        """
+        content = {"format": FORMAT_VERSION, "site": site, "inputs": inputs, **self.describe()}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
+    """Return the store in a folder if it is whole and was made from the same inputs.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the store may be.
+    fingerprint : str
+        As from `Preparation.fingerprint`.
+
+    Returns
+    -------
+    SiteStore or None
+    """
+    try:
+        store = read_site_store(folder)
+    except StoreError:
+        return None
+    return store if store.description.get("fingerprint") == fingerprint else None
+
+
+def build_site_store(
+    folder: Path,
+    *,
+    site: str,
+    subjects: Sequence[Subject],
+    preparation: Preparation,
+    inputs: Mapping[str, object],
+    description: Mapping[str, Any],
+    on_subject: Callable[[], object] | None = None,
+) -> tuple[SiteStore, list[Exclusion]]:
+    """Apply the quality rule, compute the connectomes and write the store.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the store goes.
+    site : str
+        Name of the site.
+    subjects : sequence of Subject
+        All that were found.
+    preparation : Preparation
+        Settings.
+    inputs : mapping
+        Checksums of the input files, or a generator's arguments; stored.
+    description : mapping
+        About the source: at least ``source`` and ``synthetic``.
+    on_subject : callable, optional
+        Called after each subject's connectomes.
+
+    Returns
+    -------
+    store : SiteStore
+    excluded : list of Exclusion
+
+    Raises
+    ------
+    StoreError
+        If no subject is left, or the folds asked for are not possible.
+    """
+    settings = preparation.settings
+    kept, excluded = apply_rule(subjects, preparation.rule, window=settings.window, rois=ROIS)
+    if not kept:
+        reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
+        raise StoreError(
+            f"site {site!r}: no subject is left of {len(subjects)} ({reasons}); use a shorter "
+            "window or another quality rule"
+        )
+    folds = _folds(site, kept, preparation.folds)
+    starts = [window_starts(len(s.series), settings.window, settings.stride) for s in kept]
+    write_site_store(
+        folder,
+        site=site,
+        participants=[
+            Participant(
+                participant_id=s.participant_id,
+                diagnosis=s.diagnosis,
+                age=s.age,
+                sex=s.sex,
+                site=site,
+                n_timepoints=len(s.series),
+                n_windows=len(w),
+                fold=None if folds is None else int(folds[i]),
+            )
+            for i, (s, w) in enumerate(zip(kept, starts, strict=True))
+        ],
+        rois=ROIS,
+        window_starts=starts,
+        connectomes=_filler(kept, folds, preparation, on_subject),
+        description={
+            "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
+            "atlas": ATLAS,
+            **description,
+            **preparation.describe(),
+            "counts": {"found": len(subjects), "excluded": len(excluded), "kept": len(kept)},
+            "excluded": [asdict(e) for e in excluded],
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("numpy", "nilearn", "scikit-learn")},
+            },
+            "inputs": dict(inputs),
+            "fingerprint": preparation.fingerprint(site, inputs),
+        },
+    )
+    return read_site_store(folder), excluded
+
+
+def _folds(site: str, kept: Sequence[Subject], plan: FoldPlan | None) -> np.ndarray | None:
+    if plan is None:
+        return None
+    return assign_folds(
+        [s.participant_id for s in kept],
+        [s.diagnosis for s in kept],
+        plan.n_folds,
+        plan.seed,
+        site=site,
+    )
+
+
+def _filler(
+    kept: Sequence[Subject],
+    folds: np.ndarray | None,
+    preparation: Preparation,
+    on_subject: Callable[[], object] | None,
+) -> Callable[[int, np.ndarray], None]:
+    """Return the function that writes one subject's connectomes into their place on disk."""
+    settings = preparation.settings
+    tangent: np.ndarray | None = None
+    if settings.kind == "tangent" and folds is not None and preparation.folds is not None:
+        is_training = folds != preparation.folds.fold
+        tangent = tangent_connectomes([s.series for s in kept], is_training, settings)
+
+    def fill(index: int, block: np.ndarray) -> None:
+        series = kept[index].series
+        if tangent is not None:
+            block[0] = tangent[index]
+        elif settings.kind == "correlation":
+            correlation_connectomes(
+                series,
+                window=settings.window,
+                stride=settings.stride,
+                estimator=settings.estimator,
+                negative=settings.negative,
+                out=block,
+            )
+        else:
+            block[0] = whole_scan_connectome(series, settings)
+        if on_subject is not None:
+            on_subject()
+
+    return fill
