@@ -5,11 +5,12 @@ by number of samples) are the same sum over sites; which entries take part is de
 :mod:`fedbn.normalization`.
 
 Floating-point addition is not associative: a plain running sum gives other bits when the hospitals
-answer in another order. Here each entry is summed as an unevaluated sum of three float64 numbers
-(Shewchuk's expansions with Knuth's error-free TwoSum), which is exact as long as the addends of one
-element span less than about 100 binary orders of magnitude. It is then rounded once (Boldo and
-Melquiond, 2008: rounding to odd), divided once, and rounded to the entry's own dtype. Memory is
-three float64 numbers an element, however many sites contribute.
+answer in another order. Here each entry is held as an unevaluated, exact sum of float64 numbers
+(Shewchuk's expansions with Knuth's error-free TwoSum). At the end it is rounded once (Boldo and
+Melquiond, 2008: rounding to odd), divided once, and rounded to the entry's own dtype. Memory does
+not grow with the number of sites: one to three float64 numbers an element suffice while the addends
+of one element span less than about 100 binary orders of magnitude, and one more is taken for each
+further 50 orders that they span.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ import torch
 from fedbn.normalization import StateMismatchError, check_entries
 
 FloatArray = np.ndarray
+
+WEIGHT_RANGE = (2.0**-100, 2.0**100)
+"""Weights outside of it could push a product out of float64's own range."""
+
+LARGEST_ADDEND = float(np.finfo(np.float64).max) / 2**32
+"""Of weight times value, so that no sum over sites can overflow; far above any float32."""
 
 
 class ContributionError(ValueError):
@@ -47,20 +54,40 @@ def validate_contribution(
     ------
     ContributionError
         With the reason: a missing or unknown name, another shape or dtype, a value or weight that
-        is not finite, a weight that is not above zero.
+        is not finite, a weight that is not above zero, a product of both too large to be summed.
     """
+    _validate_weight(weight)
     try:
         check_entries(tensors, expected, "its entries")
     except StateMismatchError as error:
         raise ContributionError(str(error)) from error
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ContributionError(f"entry {name!r} is not a dense tensor with values")
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise ContributionError(
                 f"entry {name!r} holds {bad} values of {tensor.numel()} that are not finite"
             )
-    if not math.isfinite(weight) or weight <= 0:
+        largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        if largest * float(weight) > LARGEST_ADDEND:
+            raise ContributionError(
+                f"entry {name!r} holds {largest:.3g}: too large to be summed with weight {weight}"
+            )
+
+
+def _validate_weight(weight: float) -> None:
+    try:
+        positive = math.isfinite(weight) and weight > 0
+    except (TypeError, OverflowError):
+        positive = False
+    if not positive:
         raise ContributionError(f"its weight is {weight}, expected a finite number above 0")
+    if not WEIGHT_RANGE[0] <= weight <= WEIGHT_RANGE[1]:
+        raise ContributionError(
+            f"its weight is {weight}, expected one from {WEIGHT_RANGE[0]:.0e} "
+            f"to {WEIGHT_RANGE[1]:.0e}"
+        )
 
 
 class WeightedMean:
@@ -93,7 +120,7 @@ class WeightedMean:
         """Forget all contributions."""
         self.contributors: list[str] = []
         self._sums: dict[str, list[FloatArray]] = {}
-        self._weights = [np.zeros(1), np.zeros(1), np.zeros(1)]
+        self._weights: list[FloatArray] = []
 
     def add(self, site: str, tensors: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
         """Validate one site's contribution, then accumulate it; on an error nothing is changed.
@@ -109,10 +136,8 @@ class WeightedMean:
         for name, tensor in tensors.items():
             # Exact for float32 entries and whole-number weights below 2**29; otherwise one rounding
             # that depends on this contribution alone.
-            product = tensor.detach().to("cpu", torch.float64).numpy() * float(weight)
-            if name not in self._sums:
-                self._sums[name] = [np.zeros_like(product) for _ in range(3)]
-            _accumulate(self._sums[name], product)
+            values = tensor.detach().to("cpu", torch.float64).numpy().reshape(-1)
+            _accumulate(self._sums.setdefault(name, []), values * float(weight))
         _accumulate(self._weights, np.array([float(weight)]))
         self.contributors.append(site)
 
@@ -128,7 +153,9 @@ class WeightedMean:
             raise ContributionError("no contribution was accepted")
         total = float(_rounded(self._weights)[0])
         return {
-            name: torch.from_numpy(np.asarray(_rounded(self._sums[name]) / total)).to(tensor.dtype)
+            name: torch.from_numpy(_rounded(self._sums[name]) / total)
+            .to(tensor.dtype)
+            .reshape(tensor.shape)
             for name, tensor in self.expected.items()
         }
 
@@ -141,17 +168,28 @@ def _two_sum(a: FloatArray, b: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _accumulate(limbs: list[FloatArray], addend: FloatArray) -> None:
+    """Add to an exact sum, held as any number of float64 arrays; nothing is ever rounded off."""
+    addend = addend + 0.0  # -0.0 becomes 0.0: the sign of a zero sum would depend on the order
     for index, limb in enumerate(limbs):
         limbs[index], addend = _two_sum(limb, addend)
+        if not addend.any():
+            return
+    limbs.append(addend)
 
 
 def _rounded(limbs: list[FloatArray]) -> FloatArray:
-    """Round the exact sum of three float64 arrays to float64, once (Boldo and Melquiond, 2008)."""
-    high, middle, low = limbs
+    """Round the exact sum of float64 arrays to float64, once (Boldo and Melquiond, 2008)."""
+    zero = np.zeros_like(limbs[0])
+    high, middle, low = [*limbs, zero, zero][:3]
     upper, lower = _two_sum(middle, low)
     total, error = _two_sum(high, upper)
     tail, lost = _two_sum(error, lower)
     # Round to odd: where bits were lost and the last bit of the tail is even, step towards them.
-    even = (np.atleast_1d(tail).view(np.int64) & 1).reshape(np.shape(tail)) == 0
+    even = (tail.view(np.int64) & 1) == 0
     odd = np.nextafter(tail, np.copysign(np.inf, lost))
-    return total + np.where((lost != 0) & even, odd, tail)
+    total = total + np.where((lost != 0) & even, odd, tail)
+    # Elements whose addends spanned so many orders that three numbers did not hold them are few.
+    deep = np.any([limb != 0 for limb in limbs[3:]], axis=0)
+    for index in np.flatnonzero(deep):
+        total[index] = math.fsum(limb[index] for limb in limbs)
+    return total

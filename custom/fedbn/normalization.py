@@ -108,33 +108,26 @@ def split(
     Raises
     ------
     ValueError
-        If the policy is unknown, or a lazy layer has no shape yet.
+        If the policy is unknown, a lazy layer has no shape yet, an entry is not a tensor, or the
+        entries of a batch-norm layer cannot be found in the state dict.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
     model = unwrap_model(model)
     types: tuple[type[nn.Module], ...] = (_BatchNorm, *extra_types)
     # remove_duplicate=False: a module that is used twice has its entries under both names.
-    layers = [
-        name
+    layers = {
+        name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, types)
-    ]
-    prefixes = tuple(f"{name}." if name else "" for name in layers)
+    }
     entries = model.state_dict(keep_vars=True)
-    batch_norm = {name for name in entries if name.startswith(prefixes)} if prefixes else set()
-    # A tensor of a batch-norm layer can stand a second time under a name outside of the layer.
-    identities = {id(entries[name]) for name in batch_norm}
-    batch_norm |= {name for name, tensor in entries.items() if id(tensor) in identities}
+    _check_tensors(model, entries)
+    batch_norm = _entries_of(layers, entries, type(model).__name__)
 
     local: list[str] = []
     shared: list[str] = []
     for name, tensor in entries.items():
-        if is_lazy(tensor):
-            raise ValueError(
-                f"entry {name!r} of {type(model).__name__} has no shape yet; "
-                "run one batch through the network before it is federated"
-            )
         averaged = tensor.is_floating_point() or tensor.is_complex()
         kept = name in batch_norm and (
             policy == "fedbn" or (policy == "silobn" and not isinstance(tensor, nn.Parameter))
@@ -147,6 +140,52 @@ def split(
         layers=tuple(layers),
         batch_norm=tuple(name for name in entries if name in batch_norm),
     )
+
+
+def _check_tensors(model: nn.Module, entries: Mapping[str, object]) -> None:
+    for name, tensor in entries.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"entry {name!r} of {type(model).__name__} is a {type(tensor).__name__}, "
+                "not a tensor: such extra state cannot be federated"
+            )
+        if is_lazy(tensor):
+            raise ValueError(
+                f"entry {name!r} of {type(model).__name__} has no shape yet; "
+                "run one batch through the network before it is federated"
+            )
+
+
+def _entries_of(
+    layers: Mapping[str, nn.Module], entries: Mapping[str, torch.Tensor], network: str
+) -> set[str]:
+    """Return the names of all entries that hold a tensor of one of the layers.
+
+    A tensor is looked for under its layer's name and by its memory: it can stand a second time
+    under a name outside of the layer, and a wrapper inside the network (activation checkpointing)
+    can name modules and entries differently.
+    """
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in entries.items():
+        by_memory.setdefault(_memory(tensor), []).append(name)
+    found: set[str] = set()
+    for layer, module in layers.items():
+        prefix = f"{layer}." if layer else ""
+        of_layer = {name for name in entries if name.startswith(prefix)}
+        own = [_memory(tensor) for tensor in module.state_dict(keep_vars=True).values()]
+        own += [_memory(entries[name]) for name in of_layer]
+        of_layer.update(name for memory in own for name in by_memory.get(memory, ()))
+        if own and not of_layer:
+            raise ValueError(
+                f"the state dict of {network} has no entry of its batch-norm layer {layer!r}; "
+                "take the wrapper that renames or gathers its entries off before it is federated"
+            )
+        found |= of_layer
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() or id(tensor)  # no address: an empty tensor, or one on "meta"
 
 
 def require_batch_norm(model: nn.Module, partition: Partition) -> None:
@@ -210,6 +249,11 @@ def check_entries(
         raise StateMismatchError(f"{what} do not fit the network: {', '.join(parts)}")
     for name, tensor in expected.items():
         other = given[name]
+        if not isinstance(other, torch.Tensor):
+            raise StateMismatchError(
+                f"{what} do not fit the network: entry {name!r} is a {type(other).__name__}, "
+                "expected a tensor"
+            )
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
             raise StateMismatchError(
                 f"{what} do not fit the network: entry {name!r} is "

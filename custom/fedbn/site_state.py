@@ -9,9 +9,12 @@ that a half-written, corrupted or foreign file is an error with a name and never
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
+import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +22,9 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+
+if sys.platform != "win32":
+    import fcntl
 
 FORMAT = "fedbn-checkpoint-1"
 SHARED_WEIGHTS = "shared weights"
@@ -35,6 +41,8 @@ class SiteStateError(RuntimeError):
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that appears under its name only when it is complete and on the disk.
 
+    What a killed process has left half-written under a temporary name is removed.
+
     Raises
     ------
     SiteStateError
@@ -43,10 +51,12 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
         handle, temporary = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
         )
         with os.fdopen(handle, "wb") as file:
+            _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,7 +97,11 @@ def save_checkpoint(
     meta
         What a reader must know: job, site, round, network, …
     """
-    copies = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    # Clones: of a view, torch.save would write the whole storage that lies behind it.
+    copies = {
+        name: tensor.detach().to("cpu").as_subclass(torch.Tensor).contiguous().clone()
+        for name, tensor in tensors.items()
+    }
     facts = json.dumps(meta, sort_keys=True, allow_nan=False)
     content = {
         "format": FORMAT,
@@ -97,8 +111,11 @@ def save_checkpoint(
         "sha256": _digest(kind, facts, copies),
         "model": copies,
     }
+    # Through memory: torch.save turns a full disk's OSError into a RuntimeError about its archive.
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
     with atomic_write(path) as file:
-        torch.save(content, file)
+        file.write(buffer.getbuffer())
 
 
 def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -117,7 +134,11 @@ def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dic
     if not path.is_file():
         raise SiteStateError(f"{kind} file {path.name} is missing in {path.parent}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise SiteStateError(
+            f"cannot read {kind} file {path}: {error.strerror or error}"
+        ) from error
     except Exception as error:
         raise SiteStateError(
             f"{kind} file {path} is damaged or not a fedbn file ({type(error).__name__}); "
@@ -137,8 +158,9 @@ def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dic
     if (
         not isinstance(tensors, dict)
         or not isinstance(facts, str)
-        or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+        or not all(_is_dense(tensor) for tensor in tensors.values())
         or _digest(kind, facts, tensors) != content.get("sha256")
+        or content.get("complete_model") is not (kind == COMPLETE_MODEL)
     ):
         raise SiteStateError(
             f"{kind} file {path} is corrupted: its checksum does not match its content; "
@@ -171,7 +193,7 @@ class SiteState:
     def under(cls, root: Path, *, job: str, site: str, network: str) -> SiteState:
         """Return the state of a job and site below a common root."""
         for name in (job, site):
-            if not name or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
+            if not _is_plain(name):
                 raise SiteStateError(f"{name!r} cannot name a folder of site state")
         return cls(root / job / site, job=job, site=site, network=network)
 
@@ -233,8 +255,14 @@ class SiteState:
 
     def save_predictions(self, name: str, **arrays: np.ndarray) -> None:
         """Keep the predictions of one round at the site, for metrics and curves."""
+        if not _is_plain(name):
+            raise SiteStateError(f"{name!r} cannot name a file of predictions")
+        kept: dict[str, Any] = {key: np.asarray(array) for key, array in arrays.items()}
+        for key, array in kept.items():
+            if array.dtype.hasobject:
+                raise SiteStateError(f"predictions {name!r}: array {key!r} holds Python objects")
         with atomic_write(self.folder / "predictions" / f"{name}.npz") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **kept)
 
     def load_predictions(self) -> dict[str, dict[str, np.ndarray]]:
         """Return all kept predictions: name to arrays, sorted by name."""
@@ -277,13 +305,44 @@ def network_fingerprint(name: str, state: Mapping[str, torch.Tensor]) -> str:
     return f"{name}-{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
+def _is_dense(tensor: object) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
 def _digest(kind: str, facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(f"{FORMAT}\n{kind}\n{facts}\n".encode())
-    for name in sorted(tensors):
+    for name in sorted(tensors, key=str):
         tensor = tensors[name].detach().to("cpu").contiguous()
         digest.update(f"{name}\n{tuple(tensor.shape)}\n{tensor.dtype}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor.numel():  # an empty tensor can have strides that do not allow the view
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name stays inside its folder, and is not hidden there."""
+    return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Mark a temporary file as being written, for as long as this process lives."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary files of this path that no living process writes any more."""
+    if sys.platform != "win32":
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with contextlib.suppress(OSError), leftover.open("rb") as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
