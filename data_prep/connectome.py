@@ -177,8 +177,9 @@ def correlation_connectomes(
     n_threads = min(n_threads or _available_cores(), len(chunks))
 
     def work(first: int) -> None:
+        buffers = _Buffers.allocate(min(WINDOWS_AT_ONCE, len(starts)), n_rois, length)
         for chunk in chunks[first::n_threads]:
-            _correlate(windows[chunk], settings, out[chunk])
+            _correlate(windows[chunk], settings, buffers, out[chunk])
 
     with _one_blas_thread():
         if n_threads == 1:
@@ -189,13 +190,41 @@ def correlation_connectomes(
     return out
 
 
-def _correlate(windows: np.ndarray, settings: ConnectomeSettings, out: np.ndarray) -> None:
+@dataclass(frozen=True)
+class _Buffers:
+    """Memory of one thread, used again for every chunk: fresh pages cost more than the work."""
+
+    x: np.ndarray
+    transposed: np.ndarray
+    products: np.ndarray
+    r: np.ndarray
+
+    @classmethod
+    def allocate(cls, n: int, n_rois: int, length: int) -> "_Buffers":
+        return cls(
+            x=np.empty((n, n_rois, length)),
+            transposed=np.empty((n, length, n_rois)),
+            products=np.empty((n, n_rois, n_rois)),
+            r=np.empty((n, n_rois * (n_rois - 1) // 2)),
+        )
+
+    def first(self, n: int) -> "_Buffers":
+        """Return the part for `n` windows."""
+        return _Buffers(self.x[:n], self.transposed[:n], self.products[:n], self.r[:n])
+
+
+def _correlate(
+    windows: np.ndarray, settings: ConnectomeSettings, buffers: _Buffers, out: np.ndarray
+) -> None:
     """Write the connectomes of some windows, (n, n_rois, length), to `out`, (n, n_edges)."""
-    x, active = _unit_columns(windows)
-    n, n_rois, _ = x.shape
+    n, n_rois, _ = windows.shape
+    buffers = buffers.first(n)
+    x, r = buffers.x, buffers.r
+    x[...] = windows
+    active = _to_unit_norm(x)
     # A separate transposed operand: NumPy's product of an array with its own view is slower.
-    products = np.matmul(x, np.ascontiguousarray(x.transpose(0, 2, 1)))
-    r = np.empty((n, n_rois * (n_rois - 1) // 2))
+    buffers.transposed[...] = x.transpose(0, 2, 1)
+    products = np.matmul(x, buffers.transposed, out=buffers.products)
     np.take(products.reshape(n, -1), _upper_triangle(n_rois), axis=1, out=r, mode="clip")
     if settings.estimator == "ledoit-wolf":
         r *= _ledoit_wolf_factor(x, r, active)[:, np.newaxis]
@@ -206,28 +235,26 @@ def _correlate(windows: np.ndarray, settings: ConnectomeSettings, out: np.ndarra
     out[...] = r
 
 
-def _unit_columns(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Centre each ROI's signal and give it unit norm; say which ROIs have a signal at all.
+def _to_unit_norm(x: np.ndarray) -> np.ndarray:
+    """Centre each ROI's signal and give it unit norm, in place; count the ROIs with a signal.
 
     Parameters
     ----------
-    windows : np.ndarray, shape (n, n_rois, length)
+    x : np.ndarray, shape (n, n_rois, length)
+        Overwritten; an ROI without signal becomes zero.
 
     Returns
     -------
-    x : np.ndarray, shape (n, n_rois, length)
-        A copy; rows without signal are zero.
-    active : np.ndarray, float64, shape (n,)
+    np.ndarray, float64, shape (n,)
         Number of ROIs with signal in each window.
     """
-    x = np.array(windows)
     largest = np.maximum(x.max(axis=2), -x.min(axis=2))
     x -= x.mean(axis=2, keepdims=True)
     norm = np.sqrt(np.einsum("npt,npt->np", x, x))
     silent = norm <= RELATIVE_SILENCE * math.sqrt(x.shape[2]) * largest
     norm[silent] = np.inf
     x /= norm[:, :, np.newaxis]
-    return x, x.shape[1] - silent.sum(axis=1, dtype=np.float64)
+    return x.shape[1] - silent.sum(axis=1, dtype=np.float64)
 
 
 def _ledoit_wolf_factor(x: np.ndarray, r: np.ndarray, active: np.ndarray) -> np.ndarray:

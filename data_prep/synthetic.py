@@ -52,8 +52,8 @@ class Acquisition:
     mixing : float
         Weight of a component with a site-specific pattern over the ROIs.
     confounding : float
-        Weight of a component on the very ROIs that the disease touches: it makes every subject of
-        the site, patient or not, look more like a patient.
+        Added to the weight of the signal that the disease touches, in every subject of the site:
+        a healthy subject here may look like a patient elsewhere.
     """
 
     global_strength: float
@@ -149,13 +149,13 @@ def generate_site(
             population.loadings.shape
         )
         weight = DISEASE_BASE + DISEASE_EFFECT * autism + DISEASE_SPREAD * rng.standard_normal()
+        weight += acquisition.confounding
         n_timepoints = site.n_timepoints
         x = _signals(rng, n_timepoints, N_NETWORKS) @ loadings.T
         x += _signals(rng, n_timepoints, 1) * (weight * population.disease)
         x += 0.5 * _signals(rng, n_timepoints, n_rois)
         x += acquisition.global_strength * _signals(rng, n_timepoints, 1) * global_pattern
         x += acquisition.mixing * _signals(rng, n_timepoints, 1) * mixing_pattern
-        x += acquisition.confounding * _signals(rng, n_timepoints, 1) * population.disease
         x += noise * rng.standard_normal((n_timepoints, n_rois))
         yield Subject(
             participant_id=f"sub-{name}{index + 1:04d}",
