@@ -10,10 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from fedbn.aggregation import LARGEST_ADDEND, ContributionError, WeightedMean
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fedbn.aggregation import LARGEST_ADDEND, ContributionError, WeightedMean
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 SUBNORMAL = 2.0**-149
@@ -47,7 +46,7 @@ def reference(values, weights):
     return np.float32(np.float64(float(exact)) / np.float64(total))
 
 
-# ------------------------------------------------------------------------------------- the mean
+# ----------------------------------------------------------------------------------------- the mean
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_integers_are_never_averaged(dtype):
         WeightedMean({"counter": torch.zeros(1, dtype=dtype)})
 
 
-# ------------------------------------------------------------------------- order of arrival: bits
+# --------------------------------------------------------------------------- order of arrival: bits
 
 anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
 magnitudes = st.builds(
@@ -232,7 +231,7 @@ def test_many_sites_of_mixed_magnitude_in_random_orders():
         assert first[column].item() == float(reference(values[:, column].tolist(), weights))
 
 
-# ------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def fitting():
@@ -301,7 +300,7 @@ def test_a_site_counts_once_in_a_round():
     assert mean.result()["w"].tolist() == [1]
 
 
-# -------------------------------------------------------------------------------- range and memory
+# --------------------------------------------------------------------------------- range and memory
 
 
 def test_float32_times_the_largest_weight_stays_finite_and_exact():
