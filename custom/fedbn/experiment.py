@@ -1,0 +1,111 @@
+"""A federation inside one process: the same training and aggregation, no transport.
+
+For sweeps over folds and seeds, and for parity: a simulator run and an in-process run of the same
+experiment give the same weights, because both are made of :class:`fedbn.site.Site` and
+:class:`fedbn.aggregation.WeightedMean`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.site_store import SiteStore, check_compatible, read_site_store
+from fedbn.aggregation import WeightedMean
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.results import run_report, site_report
+from fedbn.settings import Experiment
+from fedbn.site import Site
+
+
+@dataclass(frozen=True)
+class FederationResult:
+    """What a federation leaves behind.
+
+    Attributes
+    ----------
+    shared
+        The last shared entries.
+    local
+        Site name to the local entries that the site keeps.
+    report
+        As ``results.json`` of a FLARE run.
+    """
+
+    shared: dict[str, torch.Tensor]
+    local: dict[str, dict[str, torch.Tensor]]
+    report: dict[str, Any]
+
+
+def read_stores(root: Path, experiment: Experiment) -> dict[str, SiteStore]:
+    """Read the store of every site of an experiment from ``root/<site>``, and see that they fit.
+
+    Raises
+    ------
+    data_prep.site_store.StoreError
+        If one is missing, damaged, or made in another way than the others.
+    """
+    stores = {site: read_site_store(root / site) for site in experiment.sites}
+    check_compatible(list(stores.values()))
+    return stores
+
+
+def run_federation(
+    experiment: Experiment,
+    stores: Mapping[str, SiteStore],
+    *,
+    device: torch.device | str = "cpu",
+    on_round: Callable[[int], None] | None = None,
+) -> FederationResult:
+    """Run all rounds of an experiment over its sites, one after the other, in this process.
+
+    Parameters
+    ----------
+    experiment
+        What to run.
+    stores
+        Site name to store, for every site of the experiment.
+    device
+        Where every site trains.
+    on_round
+        Called with the number of each finished round.
+    """
+    sites = {name: Site(name, stores[name], experiment, device=device) for name in experiment.sites}
+    for site in sites.values():
+        site.check_network()
+    first = sites[experiment.sites[0]]
+    shared = first.initial_shared()
+    local = {name: site.initial_local() for name, site in sites.items()}
+    mean = WeightedMean(shared)
+    predictions: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in sites}
+    rounds = []
+    for number in range(experiment.rounds):
+        mean.reset()
+        for name, site in sites.items():
+            result = site.train_round(shared, local[name], number)
+            local[name] = result.local
+            weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
+            mean.add(name, result.shared, weight)
+            predictions[name][number] = {
+                BEFORE_TRAINING: result.before,
+                AFTER_TRAINING: result.after,
+            }
+        shared = mean.result()
+        rounds.append({"round": number, "accepted": sorted(sites), "refused": {}, "missing": []})
+        if on_round is not None:
+            on_round(number)
+    reports = {
+        name: site_report(
+            site,
+            site.evaluate(shared, local[name]),
+            site.train_alone() if experiment.compare_with_alone else None,
+            predictions[name],
+        )
+        for name, site in sites.items()
+    }
+    report = run_report(experiment, reports, rounds, shared, transport="in process")
+    return FederationResult(shared=shared, local=local, report=report)

@@ -1,0 +1,77 @@
+"""What every FLARE component of a job shares: the experiment file and the words of a message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.fl_context import FLContext
+
+from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
+
+REPORT = "fedbn"
+"""Key of a message's meta data under which fedbn puts its own facts, in either direction."""
+
+PURPOSE = "purpose"
+PREFLIGHT = "preflight"
+FINAL = "final"
+TRAIN = "train"
+PREPARED = "prepared"
+ERROR = "error"
+
+SITES_FOLDER = "fedbn_sites"
+"""Below a client's workspace root: where site state outlives the processes of a run."""
+
+_SUBJECT = re.compile(r"\bsub-[0-9A-Za-z]+")
+_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])*[^\s/\\'\",;:()]*")
+
+
+def job_experiment(fl_ctx: FLContext) -> Experiment:
+    """Read the experiment that FLARE deployed with the job's app, at the server or at a client.
+
+    Raises
+    ------
+    fedbn.settings.ExperimentError
+        If it is missing or wrong.
+    """
+    workspace = fl_ctx.get_engine().get_workspace()
+    return read_experiment(
+        Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / EXPERIMENT_FILE
+    )
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Turn tensors into NumPy arrays, the form in which FLARE sends them by default."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Turn what arrived into tensors; values are not copied where they need not be.
+
+    Raises
+    ------
+    TypeError
+        Naming an entry that is neither a numeric array nor a tensor.
+    """
+    tensors = {}
+    for name, value in arrays.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+            continue
+        if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "fiub":
+            raise TypeError(f"entry {name!r} is not a numeric array but {type(value).__name__}")
+        array = np.asarray(value)
+        tensors[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensors
+
+
+def redacted(text: str) -> str:
+    """Take subject ids and file paths out of a sentence before it leaves a site.
+
+    The full sentence stays in the site's own log.
+    """
+    return _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))

@@ -1,0 +1,316 @@
+"""A site's learner in FLARE: receives shared entries, trains beside its own, sends shared entries.
+
+Nothing here decides a number. The learner finds the site's data and its kept state, calls
+:class:`fedbn.site.Site`, writes the state back, and wraps the result into FLARE's message. FLARE's
+simulator may build this object anew for every task, so nothing that matters lives in it.
+
+``ModelLearner`` is marked as deprecated in FLARE 2.9 in favour of its Client API and still
+supported; it is what ``nvflare simulator`` jobs with an in-process executor use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.fl_constant import FLMetaKey, ReturnCode
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.abstract.model_learner import ModelLearner
+from nvflare.app_common.app_constant import ValidateType
+
+from data_prep.site_store import read_site_store
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.flare.job import (
+    ERROR,
+    FINAL,
+    PREFLIGHT,
+    PREPARED,
+    PURPOSE,
+    REPORT,
+    SITES_FOLDER,
+    job_experiment,
+    redacted,
+    to_arrays,
+    to_tensors,
+)
+from fedbn.results import site_report, without_nan
+from fedbn.settings import Experiment, default_data_root
+from fedbn.site import Preparation, Site, make_network
+from fedbn.site_state import SiteState, SiteStateError, network_fingerprint
+
+
+class TaskAbortedError(RuntimeError):
+    """FLARE asked this task to stop."""
+
+
+class FedBNLearner(ModelLearner):
+    """Train a network beside the site's own batch norm.
+
+    Parameters
+    ----------
+    data_root
+        Folder with one site store per site; ``None`` means ``$FEDBN_DATA``, else ``~/fedbn_data``.
+    torch_threads
+        CPU threads for PyTorch; with 1, two runs of a job have the same bits. ``None`` leaves
+        PyTorch's own choice.
+    device
+        ``"auto"`` (the process's first CUDA device if there is one, else the CPU), or a name that
+        PyTorch knows.
+    writer_id
+        FLARE component through which curves are streamed to the server (TensorBoard).
+    """
+
+    def __init__(
+        self,
+        data_root: str | None = None,
+        torch_threads: int | None = 1,
+        device: str = "auto",
+        writer_id: str = "log_writer",
+    ):
+        super().__init__()
+        self.data_root = data_root
+        self.torch_threads = torch_threads
+        self.device = device
+        self.writer_id = writer_id
+        self._experiment: Experiment | None = None
+        self._site: Site | None = None
+        self._state: SiteState | None = None
+
+    def validate(self, model: FLModel) -> FLModel | str | None:
+        """Answer FLARE's validation task: the preflight before round 0 or the end of the run.
+
+        FLARE also calls this before each training task; the scores before training are part of
+        that task's own answer, so nothing is done twice here.
+        """
+        purpose = _report(model).get(PURPOSE)
+        if purpose == PREFLIGHT:
+            return self._answer(lambda: self._preflight())
+        if purpose == FINAL:
+            return self._answer(lambda: self._finish(model))
+        if model.meta.get(FLMetaKey.VALIDATE_TYPE) == ValidateType.BEFORE_TRAIN_VALIDATE:
+            return None
+        return self._answer(lambda: self._score(model))
+
+    def train(self, model: FLModel) -> FLModel | str:
+        """Do this site's part of a round."""
+        return self._answer(lambda: self._train(model))
+
+    def get_model(self, model_name: str) -> FLModel | str:
+        """Refuse: a model that was trained beside one site's batch norm says nothing at another."""
+        self.error(
+            f"model {model_name!r} was asked for, but fedbn has no cross-site validation of local "
+            "models: without this site's batch norm they are not complete"
+        )
+        return str(ReturnCode.BAD_TASK_DATA)
+
+    def _answer(self, work: Callable[[], FLModel]) -> FLModel:
+        """Do the work; an error becomes an answer with one sentence, not a bare return code."""
+        try:
+            return work()
+        except Exception as error:
+            sentence = " ".join(str(error).split()) or type(error).__name__
+            site = f"site {self._site_name()!r}"
+            if site not in sentence:
+                sentence = f"{site}: {sentence}"
+            self.error(sentence)
+            if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
+                self.exception("not foreseen, please report it")
+            return FLModel(metrics={}, meta={REPORT: {ERROR: redacted(sentence)}})
+
+    def _site_name(self) -> str:
+        name = self.site_name or "?"
+        try:
+            return self._load_experiment().site_of(name)
+        except Exception:
+            return str(name)
+
+    def _load_experiment(self) -> Experiment:
+        if self._experiment is None:
+            self._experiment = job_experiment(self.fl_ctx)
+        return self._experiment
+
+    def _load_state(self) -> SiteState:
+        if self._state is None:
+            experiment = self._load_experiment()
+            network, _ = make_network(experiment)
+            self._state = SiteState.under(
+                Path(self.workspace_root) / SITES_FOLDER,
+                job=str(self.job_id),
+                site=experiment.site_of(self.site_name),
+                network=network_fingerprint(experiment.network.name, network.state_dict()),
+            )
+        return self._state
+
+    def _load_site(self, *, prepare: bool = False) -> Site:
+        """Return the site's data and network; they are loaded once per process."""
+        if self._site is None:
+            if self.torch_threads is not None:
+                torch.set_num_threads(self.torch_threads)
+            experiment, state = self._load_experiment(), self._load_state()
+            root = Path(self.data_root).expanduser() if self.data_root else default_data_root()
+            preparation = None
+            if not prepare:
+                tensors, facts = state.load_preparation()
+                preparation = Preparation(**tensors, facts=facts)
+            self._site = Site(
+                state.site,
+                read_site_store(root / state.site),
+                experiment,
+                device=self._device(),
+                preparation=preparation,
+            )
+        return self._site
+
+    def _device(self) -> str:
+        if self.device == "auto":
+            return "cuda:0" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    def _ensure_prepared(self, prepared: list[str]) -> None:
+        """Prepare a site that joins late; refuse to start anew where a state must be there.
+
+        Raises
+        ------
+        SiteStateError
+            If the server has seen this site's preflight but its state is gone.
+        """
+        state = self._load_state()
+        if state.exists:
+            return
+        if self.site_name in prepared:
+            raise SiteStateError(
+                f"site {state.site!r}: its batch norm of this job is missing in {state.folder}; "
+                "restore the folder or start a new job (a new batch norm is not used silently)"
+            )
+        self._prepare()
+
+    def _prepare(self) -> Site:
+        state = self._load_state()
+        site = self._load_site(prepare=True)
+        site.check_network()
+        state.save_preparation(site.preparation.tensors(), site.preparation.facts)
+        state.save_local(site.initial_local(), round_number=-1)
+        return site
+
+    def _preflight(self) -> FLModel:
+        state = self._load_state()
+        if state.exists:  # the task was sent twice: what is kept wins
+            site = self._load_site()
+            state.load_local()
+        else:
+            site = self._prepare()
+        self.info(f"site {site.name!r}: {site.partition.describe()}; device {site.device}")
+        report = {
+            "site": site.name,
+            "signature": site.store.signature(),
+            "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
+            "device": str(site.device),
+        }
+        return FLModel(metrics={}, meta={REPORT: report})
+
+    def _train(self, model: FLModel) -> FLModel:
+        started = time.perf_counter()
+        self._ensure_prepared(_report(model).get(PREPARED, []))
+        site, state = self._load_site(), self._load_state()
+        local, _ = state.load_local()
+        number = int(model.current_round or 0)
+        result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
+        state.save_local(result.local, number)
+        state.save_predictions(
+            f"round_{number:06d}",
+            **{BEFORE_TRAINING: result.before, AFTER_TRAINING: result.after},
+        )
+        before, after = site.quick_metrics(result.before), site.quick_metrics(result.after)
+        report = {
+            "site": site.name,
+            BEFORE_TRAINING: before,
+            AFTER_TRAINING: after,
+            "training_loss": list(result.outcome.losses),
+            "n_samples": result.outcome.n_samples,
+            "n_steps": result.outcome.n_steps,
+            "seconds": time.perf_counter() - started,
+        }
+        self._stream(number, before, after, result.outcome.losses[-1])
+        return FLModel(
+            params_type=ParamsType.FULL,
+            params=to_arrays(result.shared),
+            metrics=dict(before),
+            meta={
+                FLMetaKey.NUM_STEPS_CURRENT_ROUND: result.outcome.n_samples,
+                REPORT: without_nan(report),
+            },
+        )
+
+    def _finish(self, model: FLModel) -> FLModel:
+        """Score the last shared weights with the site's own batch norm, and keep the model."""
+        self._ensure_prepared(_report(model).get(PREPARED, []))
+        site, state = self._load_site(), self._load_state()
+        local, _ = state.load_local()
+        shared = to_tensors(model.params)
+        final = site.evaluate(shared, local)
+        experiment = self._load_experiment()
+        alone = None
+        if experiment.compare_with_alone:
+            alone = site.train_alone(self._on_alone_round)
+        state.save_predictions("final", **_present(federated=final, alone=alone))
+        rounds = {
+            int(name.removeprefix("round_")): arrays
+            for name, arrays in state.load_predictions().items()
+            if name.startswith("round_")
+        }
+        preparation = site.preparation
+        state.save_model(
+            {
+                **shared,
+                **local,
+                "standardization.mean": preparation.mean,
+                "standardization.std": preparation.std,
+            },
+            {
+                "network": experiment.network.model_dump(),
+                "policy": experiment.policy,
+                "local entries": list(local),
+                "classes": ["control", "autism"],
+                "signature": site.store.signature(),
+            },
+        )
+        report = {"site": site.name, "results": site_report(site, final, alone, rounds)}
+        return FLModel(metrics={}, meta={REPORT: report})
+
+    def _score(self, model: FLModel) -> FLModel:
+        """Score weights that some other workflow sent, with the site's own batch norm."""
+        site, state = self._load_site(), self._load_state()
+        local, _ = state.load_local()
+        return FLModel(metrics=site.quick_metrics(site.evaluate(to_tensors(model.params), local)))
+
+    def _on_epoch(self, epoch: int, loss: float) -> None:
+        if self.is_aborted():
+            raise TaskAbortedError("the task was aborted; the entries of the round before are kept")
+
+    def _on_alone_round(self, number: int) -> None:
+        self._on_epoch(number, 0.0)
+
+    def _stream(
+        self, number: int, before: dict[str, float], after: dict[str, float], loss: float
+    ) -> None:
+        """Send the round's curves to the server, as FLARE's TensorBoard users expect them."""
+        writer = self.get_component(self.writer_id)
+        if writer is None:
+            return
+        writer.add_scalar("training_loss", loss, number)
+        for when, metrics in ((BEFORE_TRAINING, before), (AFTER_TRAINING, after)):
+            for name, value in metrics.items():
+                writer.add_scalar(f"{name}/{when}", value, number)
+
+
+def _report(model: FLModel) -> dict[str, Any]:
+    report = (model.meta or {}).get(REPORT)
+    return report if isinstance(report, dict) else {}
+
+
+def _present(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
+    return {name: array for name, array in arrays.items() if array is not None}

@@ -1,0 +1,113 @@
+"""The server's model: the network without what belongs to a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.model import (
+    ModelLearnable,
+    ModelLearnableKey,
+    make_model_learnable,
+)
+from nvflare.app_common.abstract.model_persistor import ModelPersistor
+from nvflare.app_common.app_constant import DefaultCheckpointFileName
+
+from fedbn.flare.job import job_experiment, to_arrays, to_tensors
+from fedbn.networks import build_network
+from fedbn.normalization import check_entries, entries, require_batch_norm, split
+from fedbn.settings import Experiment
+from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint, save_checkpoint
+
+
+class SharedModelPersistor(ModelPersistor):
+    """Hold, load and save the shared entries of the job's network, and nothing else.
+
+    Its schema is the network without its local entries, so that what is broadcast, what comes back
+    and what is saved have the same names. With FLARE's own persistor round 0 would broadcast the
+    initial batch norm, and the saved file would hold it as if it meant something.
+
+    Parameters
+    ----------
+    initial_weights
+        File of shared weights from an earlier run to start from; a relative path is looked up in
+        the job's app folder. Without it the weights are the network's own, from the job's seed.
+    file_name
+        Name of the saved file, in the server's app folder.
+    """
+
+    def __init__(
+        self,
+        initial_weights: str | None = None,
+        file_name: str = DefaultCheckpointFileName.GLOBAL_MODEL,
+    ):
+        super().__init__()
+        self.initial_weights = initial_weights
+        self.file_name = file_name
+        self._experiment: Experiment | None = None
+        self._shared: dict[str, torch.Tensor] = {}
+        self._local: tuple[str, ...] = ()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Build the network at the start of a run; a network that cannot be used ends the job."""
+        if event_type == EventType.START_RUN:
+            try:
+                self._build(fl_ctx)
+            except Exception as error:
+                self.system_panic(str(error), fl_ctx)
+
+    def experiment(self, fl_ctx: FLContext) -> Experiment:
+        """Return the job's experiment."""
+        self._build(fl_ctx)
+        assert self._experiment is not None
+        return self._experiment
+
+    def shared_entries(self, fl_ctx: FLContext) -> dict[str, torch.Tensor]:
+        """Return the initial shared entries: the schema of every message of the job."""
+        self._build(fl_ctx)
+        return self._shared
+
+    def local_names(self, fl_ctx: FLContext) -> tuple[str, ...]:
+        """Return the names of the entries that must not arrive here."""
+        self._build(fl_ctx)
+        return self._local
+
+    def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
+        """Return the shared entries to start from."""
+        return make_model_learnable(to_arrays(self.shared_entries(fl_ctx)), {})
+
+    def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
+        """Write the shared entries, marked as what they are: not a complete model."""
+        path = self.path(fl_ctx)
+        experiment = self.experiment(fl_ctx)
+        facts = {
+            "job": fl_ctx.get_job_id(),
+            "network": experiment.network.model_dump(),
+            "policy": experiment.policy,
+            "kept at the sites": list(self._local),
+        }
+        save_checkpoint(path, SHARED_WEIGHTS, to_tensors(model[ModelLearnableKey.WEIGHTS]), facts)
+
+    def path(self, fl_ctx: FLContext) -> Path:
+        """Return where the shared entries are saved."""
+        return Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)) / self.file_name
+
+    def _build(self, fl_ctx: FLContext) -> None:
+        if self._experiment is not None:
+            return
+        experiment = job_experiment(fl_ctx)
+        network = build_network(experiment.network.name, experiment.network.args, experiment.seed)
+        partition = split(network, experiment.policy)
+        require_batch_norm(network, partition)
+        shared = entries(network, partition.shared)
+        if self.initial_weights:
+            path = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)) / self.initial_weights
+            loaded, _ = load_checkpoint(path, SHARED_WEIGHTS)
+            check_entries(loaded, shared, f"the entries of {path.name}")
+            shared = loaded
+        self._shared, self._local = shared, partition.local
+        self._experiment = experiment
+        self.log_info(fl_ctx, partition.describe(), fire_event=False)

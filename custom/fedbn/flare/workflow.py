@@ -1,0 +1,370 @@
+"""The server's side of a run: preflight, rounds with a deadline and a quorum, final scores.
+
+FLARE's own ``FedAvg`` has neither: with it a dead client makes the job wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.abstract.model import make_model_learnable
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.workflows.model_controller import ModelController
+
+from data_prep.site_store import signature_differences
+from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.job import (
+    ERROR,
+    FINAL,
+    PREFLIGHT,
+    PREPARED,
+    PURPOSE,
+    REPORT,
+    TRAIN,
+    redacted,
+    to_tensors,
+)
+from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.report.tables import render, run_tables
+from fedbn.results import run_report
+from fedbn.settings import Experiment
+from fedbn.site_state import write_json
+
+RESULTS_FILE = "results.json"
+TABLE_FILE = "results.txt"
+
+
+class RunFailedError(RuntimeError):
+    """The run cannot go on; the message is the one sentence that the lead reads."""
+
+
+class FedBNWorkflow(ModelController):
+    """Run the job's experiment over all connected sites.
+
+    Before round 0 each site looks at its own data, network and folder (the preflight); the first
+    sentence that one of them sends ends the job. In each round the shared entries go out, and the
+    round ends when all sites have answered, or ``grace_seconds`` after the quorum has, or at the
+    deadline. A contribution that is late, missing or refused costs only itself, as long as the
+    quorum is met. At the end every site scores the last shared weights with its own batch norm and
+    keeps its complete model.
+
+    Parameters
+    ----------
+    min_sites
+        Quorum of accepted contributions a round; 0 means all sites of the experiment. With fewer
+        simulator threads than clients it must be all: they run one after another, and a site
+        that has not begun yet would be counted as missing.
+    round_seconds
+        Deadline of a round, and of the final scores.
+    preflight_seconds
+        Deadline of the preflight.
+    grace_seconds
+        How long to wait for the rest once the quorum has answered.
+    aggregator_id, persistor_id
+        Components of the job.
+    """
+
+    def __init__(
+        self,
+        min_sites: int = 0,
+        round_seconds: int = 3600,
+        preflight_seconds: int = 600,
+        grace_seconds: int = 60,
+        aggregator_id: str = "aggregator",
+        persistor_id: str = AppConstants.DEFAULT_PERSISTOR_ID,
+    ):
+        super().__init__(persistor_id=persistor_id, task_check_period=0.1)
+        for name, value, least in (
+            ("min_sites", min_sites, 0),
+            ("round_seconds", round_seconds, 1),
+            ("preflight_seconds", preflight_seconds, 1),
+            ("grace_seconds", grace_seconds, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                )
+        self.min_sites = min_sites
+        self.round_seconds = round_seconds
+        self.preflight_seconds = preflight_seconds
+        self.grace_seconds = grace_seconds
+        self.aggregator_id = aggregator_id
+        self.aggregator: FedBNAggregator
+        self.experiment: Experiment
+        self.site_of_client: dict[str, str] = {}
+        self.site_facts: dict[str, dict[str, Any]] = {}
+        self.rounds: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Run the job from the preflight to the results; FLARE calls this once."""
+        try:
+            self._run()
+        except RunFailedError as error:
+            self.panic(str(error))
+
+    def _run(self) -> None:
+        if not isinstance(self.persistor, SharedModelPersistor):
+            raise RunFailedError(f"component {self._persistor_id!r} must be a SharedModelPersistor")
+        aggregator = self.engine.get_component(self.aggregator_id)
+        if not isinstance(aggregator, FedBNAggregator):
+            raise RunFailedError(f"component {self.aggregator_id!r} must be a FedBNAggregator")
+        self.aggregator = aggregator
+        self.experiment = self.persistor.experiment(self.fl_ctx)
+        self._name_sites()
+        self._preflight()
+        model = self.load_model()
+        for number in range(self.experiment.rounds):
+            model = self._round(number, model)
+            if self.abort_signal.triggered:
+                return
+        self._finish(model)
+
+    def _name_sites(self) -> None:
+        """Find out which site each connected client is."""
+        sites: dict[str, str] = {}
+        for client in self.sample_clients():
+            try:
+                site = self.experiment.site_of(client)
+            except ValueError as error:
+                raise RunFailedError(str(error)) from error
+            if site in sites.values():
+                raise RunFailedError(f"two clients stand for site {site!r}; {client!r} is one")
+            sites[client] = site
+        self.site_of_client = sites
+        if self.min_sites > len(self.experiment.sites):
+            raise RunFailedError(
+                f"min_sites is {self.min_sites}, but the job has {len(self.experiment.sites)} sites"
+            )
+        if len(sites) < self.quorum:
+            absent = [site for site in self.experiment.sites if site not in sites.values()]
+            raise RunFailedError(
+                f"{len(sites)} sites are connected, the job needs {self.quorum}; "
+                f"not there: {', '.join(absent)}"
+            )
+
+    @property
+    def quorum(self) -> int:
+        """Number of sites that a round needs."""
+        return self.min_sites or len(self.experiment.sites)
+
+    def _preflight(self) -> None:
+        """Ask every site whether it can take part, and whether all hold the same kind of data."""
+        answers: dict[str, dict[str, Any]] = {}
+        self._ask(PREFLIGHT, {}, self._reading(answers), self.preflight_seconds, wait_for_all=True)
+        errors = [str(answer[ERROR]) for _, answer in sorted(answers.items()) if answer.get(ERROR)]
+        if errors:
+            raise RunFailedError("preflight failed: " + "; ".join(errors))
+        if len(answers) < self.quorum:
+            silent = [self.site_of_client[c] for c in self.site_of_client if c not in answers]
+            raise RunFailedError(
+                f"preflight: no answer within {self.preflight_seconds} s from {', '.join(silent)}"
+            )
+        named = sorted((self.site_of_client[client], client) for client in answers)
+        first_site, first_client = named[0]
+        for site, client in named[1:]:
+            differences = signature_differences(
+                answers[first_client]["signature"], answers[client]["signature"]
+            )
+            if differences:
+                raise RunFailedError(
+                    f"preflight failed: the stores of {first_site} and {site} do not fit together: "
+                    + "; ".join(differences)
+                )
+        self.site_facts = {
+            self.site_of_client[client]: {"client": client, "device": answer.get("device")}
+            for client, answer in answers.items()
+        }
+        self._prepared = sorted(answers)
+        self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
+
+    def _round(self, number: int, model: FLModel) -> FLModel:
+        """Send the shared entries, gather contributions, and return their mean."""
+        started = time.monotonic()
+        self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, number, private=True, sticky=False)
+        self.event(AppEventType.ROUND_STARTED)
+        self.aggregator.fl_ctx = self.fl_ctx
+        self.aggregator.reset_stats()
+        reports: dict[str, dict[str, Any]] = {}
+
+        def collect(result: FLModel) -> bool:
+            accepted = self.aggregator.accept_model(result)
+            if accepted:
+                reports[_client(result)] = _report(result)
+            return accepted
+
+        self._ask(TRAIN, {}, collect, self.round_seconds, model=model, round_number=number)
+        if self.abort_signal.triggered:
+            return model
+        record = self._record(number, reports, time.monotonic() - started)
+        self.rounds.append(record)
+        if len(record["accepted"]) < self.quorum:
+            raise RunFailedError(
+                f"round {number}: {len(record['accepted'])} contributions were accepted, "
+                f"{self.quorum} are needed; {_why(record)}"
+            )
+        self.event(AppEventType.BEFORE_AGGREGATION)
+        mean = self.aggregator.aggregate_model()
+        self.fire_event_with_data(
+            AppEventType.AFTER_AGGREGATION, self.fl_ctx, AppConstants.AGGREGATION_RESULT, mean
+        )
+        updated = FLModel(params_type=ParamsType.FULL, params=mean.params, meta={})
+        learnable = make_model_learnable(weights=updated.params, meta_props=updated.meta)
+        self.fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, learnable, private=True, sticky=True)
+        self.save_model(updated)
+        self.event(AppEventType.ROUND_DONE)
+        self.info(_progress(record, self.experiment.rounds))
+        return updated
+
+    def _record(
+        self, number: int, reports: Mapping[str, dict[str, Any]], seconds: float
+    ) -> dict[str, Any]:
+        site_of = self.site_of_client
+        accepted = {site_of[client]: report for client, report in sorted(reports.items())}
+        refused = {site_of[c]: why for c, why in sorted(self.aggregator.refused.items())}
+        return {
+            "round": number,
+            "accepted": sorted(accepted),
+            "refused": refused,
+            "dropped_local_entries": {site_of[c]: n for c, n in self.aggregator.dropped.items()},
+            "missing": sorted(set(site_of.values()) - set(accepted) - set(refused)),
+            "seconds": seconds,
+            "sites": {site: _numbers(report) for site, report in sorted(accepted.items())},
+        }
+
+    def _finish(self, model: FLModel) -> None:
+        """Let every site score the last weights; write and print the results."""
+        answers: dict[str, dict[str, Any]] = {}
+        self._ask(FINAL, {}, self._reading(answers), self.round_seconds, model=model)
+        if self.abort_signal.triggered:
+            return
+        reports, failed = {}, {}
+        for client, answer in sorted(answers.items()):
+            site = self.site_of_client[client]
+            if answer.get(ERROR):
+                failed[site] = str(answer[ERROR])
+            else:
+                reports[site] = {**self.site_facts.get(site, {}), **answer["results"]}
+        shared: dict[str, torch.Tensor] = to_tensors(model.params)
+        results = run_report(
+            self.experiment,
+            {site: reports[site] for site in self.experiment.sites if site in reports},
+            self.rounds,
+            shared,
+            job=self.fl_ctx.get_job_id(),
+            transport="NVFlare",
+            not_scored=failed
+            | {
+                site: f"no answer within {self.round_seconds} s"
+                for site in self.site_of_client.values()
+                if site not in reports and site not in failed
+            },
+        )
+        folder = Path(self.get_run_dir())
+        write_json(folder / RESULTS_FILE, results)
+        text = render(run_tables(results))
+        (folder / TABLE_FILE).write_text(text)
+        print(text, flush=True)
+        self.info(f"results of this run: {folder / RESULTS_FILE}")
+        if len(reports) < self.quorum:
+            raise RunFailedError(
+                f"{len(reports)} sites were scored at the end, {self.quorum} are needed; "
+                + "; ".join(f"{site}: {why}" for site, why in sorted(results["not_scored"].items()))
+            )
+
+    def _ask(
+        self,
+        purpose: str,
+        facts: dict[str, Any],
+        callback: Callable[[FLModel], bool],
+        seconds: int,
+        *,
+        model: FLModel | None = None,
+        round_number: int = 0,
+        wait_for_all: bool = False,
+    ) -> None:
+        """Send one task to every site and wait for the answers, at most until the deadline."""
+        clients = list(self.site_of_client)
+        report = {PURPOSE: purpose, PREPARED: getattr(self, "_prepared", []), **facts}
+        params = model.params if model is not None else None
+        data = FLModel(
+            params_type=ParamsType.FULL if params is not None else None,
+            params=params,
+            metrics={} if params is None else None,
+            current_round=round_number,
+            total_rounds=self.experiment.rounds,
+            meta={REPORT: report},
+        )
+        self.broadcast_model(
+            data=data,
+            task_name=AppConstants.TASK_TRAIN if purpose == TRAIN else AppConstants.TASK_VALIDATION,
+            targets=clients,
+            min_responses=len(clients) if wait_for_all else min(self.quorum, len(clients)),
+            timeout=seconds,
+            wait_time_after_min_received=0 if wait_for_all else self.grace_seconds,
+            blocking=False,
+            callback=callback,
+        )
+        while self.get_num_standing_tasks():
+            if self.abort_signal.triggered:
+                self.cancel_all_tasks()
+                return
+            time.sleep(self._task_check_period)
+
+    def _reading(self, answers: dict[str, dict[str, Any]]) -> Callable[[FLModel], bool]:
+        """Make a callback that keeps what each site reports."""
+
+        def read(result: FLModel) -> bool:
+            report = _report(result)
+            if not report:
+                report = {ERROR: f"{_client(result)} sent an answer that is not fedbn's"}
+            if report.get(ERROR):
+                report = {ERROR: redacted(str(report[ERROR]))}
+                self.error(str(report[ERROR]))
+            answers[_client(result)] = report
+            return ERROR not in report
+
+        return read
+
+
+def _client(result: FLModel) -> str:
+    return str(result.meta.get("client_name", AppConstants.CLIENT_UNKNOWN))
+
+
+def _report(result: FLModel) -> dict[str, Any]:
+    report = (result.meta or {}).get(REPORT)
+    return report if isinstance(report, dict) else {}
+
+
+def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep a round's numbers of one site, and nothing that it may have added."""
+    kept = ("before_training", "after_training", "training_loss", "n_samples", "n_steps", "seconds")
+    return {name: report[name] for name in kept if name in report}
+
+
+def _why(record: Mapping[str, Any]) -> str:
+    parts = [f"refused {site}: {reason}" for site, reason in record["refused"].items()]
+    parts += [f"no answer from {site}" for site in record["missing"]]
+    return "; ".join(parts) or "no reason is known"
+
+
+def _progress(record: Mapping[str, Any], rounds: int) -> str:
+    """Say in one line how a round went."""
+    values = [
+        (site, numbers["before_training"]["subject_accuracy"], numbers["training_loss"][-1])
+        for site, numbers in record["sites"].items()
+        if numbers.get("training_loss") and numbers.get("before_training")
+    ]
+    scores = ", ".join(
+        f"{site} {accuracy:.2f} (loss {loss:.3f})" for site, accuracy, loss in values
+    )
+    return (
+        f"round {record['round'] + 1} of {rounds} in {record['seconds']:.1f} s; subject accuracy "
+        f"before training: {scores}"
+        + (f"; {_why(record)}" if record["refused"] or record["missing"] else "")
+    )

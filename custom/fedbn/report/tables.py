@@ -1,0 +1,133 @@
+"""What each site gained, as tables for a terminal and for a text file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.results import ALONE, FEDERATED
+
+SYNTHETIC = "SYNTHETIC COHORT, no patient's data: "
+WIDTH = 110
+
+
+def run_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Build the tables of one finished run.
+
+    Parameters
+    ----------
+    results
+        The content of ``results.json``.
+    """
+    return [gain_table(results), curve_table(results)]
+
+
+def gain_table(results: Mapping[str, Any]) -> Table:
+    """One row a site: the federated model beside the one it could train alone."""
+    experiment = results["experiment"]
+    table = Table(
+        title=(
+            f"{_label(results)}what each site gained ({experiment['policy']}, "
+            f"{experiment['rounds']} rounds, fold {experiment['fold']} of {experiment['n_folds']}, "
+            f"seed {experiment['seed']}; test subjects only)"
+        ),
+        caption=(
+            "accuracy and AUC by subject (mean of its windows' probabilities); federated: last "
+            "shared weights with the site's own local entries; alone: the same network and number "
+            "of updates on this site only; one fold of few subjects decides nothing"
+        ),
+    )
+    for heading in ("site", "test subjects", "alone", "federated", "gain", "corrected / lost"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    table.add_column("AUC alone", justify="right")
+    table.add_column("AUC federated", justify="right")
+    table.add_column("window acc. federated", justify="right")
+    for site, report in results["sites"].items():
+        federated, alone = report[FEDERATED], report.get(ALONE)
+        own = alone["subject"] if alone else {}
+        gain = report.get("gain")
+        table.add_row(
+            site,
+            str(report["n_test_subjects"]),
+            _percent(own.get("accuracy")),
+            _percent(federated["subject"]["accuracy"]),
+            _points(own.get("accuracy"), federated["subject"]["accuracy"]),
+            f"{gain['corrected']} / {gain['lost']}" if gain else "-",
+            _number(own.get("auc")),
+            _number(federated["subject"]["auc"]),
+            _percent(federated["window"]["accuracy"]),
+        )
+    table.add_section()
+    for kind, label in (("macro", "mean of sites"), ("sample_weighted", "weighted by subjects")):
+        across = results["across_sites"]
+        if FEDERATED not in across:
+            continue
+        federated = across[FEDERATED]["subject"][kind]
+        own = across[ALONE]["subject"][kind] if ALONE in across else {}
+        table.add_row(
+            label,
+            "",
+            _percent(own.get("accuracy")),
+            _percent(federated["accuracy"]),
+            _points(own.get("accuracy"), federated["accuracy"]),
+            "",
+            _number(own.get("auc")),
+            _number(federated["auc"]),
+            _percent(across[FEDERATED]["window"][kind]["accuracy"]),
+        )
+    return table
+
+
+def curve_table(results: Mapping[str, Any]) -> Table:
+    """One row a round: subject accuracy of each site before and after its local training."""
+    sites = list(results["sites"])
+    table = Table(
+        title=f"{_label(results)}subject accuracy round by round, before > after local training",
+        caption="before: shared weights of the round with the site's own local entries",
+    )
+    table.add_column("round", justify="right")
+    for site in sites:
+        table.add_column(site, justify="right")
+    curves = {
+        site: {point["round"]: point for point in results["sites"][site]["curve"]} for site in sites
+    }
+    for number in sorted({number for curve in curves.values() for number in curve}):
+        table.add_row(str(number), *(_before_after(curves[site].get(number)) for site in sites))
+    return table
+
+
+def render(tables: Iterable[Table], width: int = WIDTH) -> str:
+    """Render tables to plain text."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
+    for table in tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _before_after(point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return "absent"
+    before, after = point[BEFORE_TRAINING]["subject"], point[AFTER_TRAINING]["subject"]
+    return f"{_percent(before['accuracy'])} > {_percent(after['accuracy'])}"
+
+
+def _label(results: Mapping[str, Any]) -> str:
+    return SYNTHETIC if results.get("synthetic") else ""
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _points(before: float | None, after: float | None) -> str:
+    return "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

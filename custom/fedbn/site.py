@@ -1,0 +1,395 @@
+"""One hospital's part of a round, without any transport.
+
+The FLARE learner and the in-process federation both call this, so that a number does not depend on
+what carried the weights. A site takes the shared entries, puts its own local entries beside them,
+scores the test subjects, trains, scores again, and gives both parts back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data_prep.site_store import SiteStore, StoreError, assign_folds
+from fedbn import evaluation
+from fedbn.networks import build_network
+from fedbn.normalization import Partition, entries, load_entries, require_batch_norm, split
+from fedbn.settings import Experiment
+from fedbn.training import TrainingOutcome, derive_seed, train_epochs
+
+MIN_TRAINING_SUBJECTS = 4
+"""Fewer training subjects than this cannot fit a batch norm that means anything."""
+
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is fitted once at a site, on its training subjects only, before the first round.
+
+    Attributes
+    ----------
+    train_rows, test_rows
+        int64, rows of the store's connectomes.
+    mean, std
+        float32, (n_edges,): of the training rows; zeros and ones without standardisation. An edge
+        that does not vary has a standard deviation of 1.
+    facts
+        Counts and the fingerprint of the store, JSON-able, without a subject id or path.
+    """
+
+    train_rows: torch.Tensor
+    test_rows: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+    facts: dict[str, Any]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, for a state file."""
+        return {
+            "train_rows": self.train_rows,
+            "test_rows": self.test_rows,
+            "mean": self.mean,
+            "std": self.std,
+        }
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one site brings out of one round.
+
+    Attributes
+    ----------
+    shared, local
+        The network's entries after local training, on the CPU: those to send and those to keep.
+    before, after
+        Class probabilities (n_test, n_classes) of the test samples: with the received shared
+        entries and the site's own local ones before any training, and after it.
+    outcome
+        Losses and counts of the local training.
+    """
+
+    shared: dict[str, torch.Tensor]
+    local: dict[str, torch.Tensor]
+    before: np.ndarray
+    after: np.ndarray
+    outcome: TrainingOutcome
+
+
+class Site:
+    """A site's data and network in memory.
+
+    Parameters
+    ----------
+    name
+        The site, as in the experiment.
+    store
+        Its connectomes.
+    experiment
+        What to train, and how.
+    device
+        Where to train; decided by the caller.
+    preparation
+        From an earlier :meth:`prepare`; without it one is made.
+
+    Raises
+    ------
+    data_prep.site_store.StoreError
+        If the store is not this site's, has one class only, too few subjects, or does not fit the
+        network.
+    fedbn.normalization.NoBatchNormError
+        If the policy needs batch norm and the network has none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: SiteStore,
+        experiment: Experiment,
+        *,
+        device: torch.device | str = "cpu",
+        preparation: Preparation | None = None,
+    ):
+        self.name = name
+        self.store = store
+        self.experiment = experiment
+        self.device = torch.device(device)
+        self.network, self.partition = make_network(experiment)
+        self.network.to(self.device)
+        self.preparation = preparation or prepare(name, store, experiment)
+        if self.preparation.facts["store"] != store_fingerprint(store):
+            raise StoreError(
+                f"site {name!r}: the store has changed since this job began; "
+                "restore it, or start a new job"
+            )
+        self._train: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._test_inputs: torch.Tensor | None = None
+        participants = store.sample_participant[self.preparation.test_rows.numpy()]
+        self.test_participants = participants
+        self.test_targets = store.labels[participants]
+
+    def initial_local(self) -> dict[str, torch.Tensor]:
+        """Return the local entries of the untrained network, the same at every site."""
+        network, partition = make_network(self.experiment)
+        return entries(network, partition.local)
+
+    def initial_shared(self) -> dict[str, torch.Tensor]:
+        """Return the shared entries of the untrained network, the same as the server's."""
+        network, partition = make_network(self.experiment)
+        return entries(network, partition.shared)
+
+    def check_network(self) -> None:
+        """Run two test samples through the network, so that a misfit is found before round 0.
+
+        Raises
+        ------
+        data_prep.site_store.StoreError
+            Naming the site, what a sample of the store is, and what the network said.
+        """
+        name = self.experiment.network.name
+        try:
+            probability = evaluation.predict(self.network, self.test_inputs[:2])
+        except Exception as error:
+            raise StoreError(
+                f"site {self.name!r}: network {name} cannot take the store's samples of "
+                f"{self.store.n_edges} edges: {error}"
+            ) from error
+        if probability.shape[1] != 2:
+            raise StoreError(
+                f"site {self.name!r}: network {name} has {probability.shape[1]} outputs, "
+                "but there are 2 classes (control, autism)"
+            )
+
+    @property
+    def test_inputs(self) -> torch.Tensor:
+        """Standardised test samples on the device, (n_test, n_edges) float32; read once."""
+        if self._test_inputs is None:
+            self._test_inputs = self._inputs(self.preparation.test_rows)
+        return self._test_inputs
+
+    @property
+    def training_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Standardised training samples and their classes on the device; read once."""
+        if self._train is None:
+            rows = self.preparation.train_rows
+            labels = self.store.labels[self.store.sample_participant[rows.numpy()]]
+            self._train = (self._inputs(rows), torch.from_numpy(labels).to(self.device))
+        return self._train
+
+    def train_round(
+        self,
+        shared: Mapping[str, torch.Tensor],
+        local: Mapping[str, torch.Tensor],
+        round_number: int,
+        on_epoch: Callable[[int, float], None] | None = None,
+    ) -> RoundResult:
+        """Do this site's part of one round.
+
+        Parameters
+        ----------
+        shared
+            Entries received from the server.
+        local
+            The site's own entries, as it kept them after its last round.
+        round_number
+            Counts from 0; with the seed and the site's name it decides the order of the batches.
+        on_epoch
+            Called with the epoch and its loss.
+        """
+        before = self.evaluate(shared, local)
+        inputs, targets = self.training_data
+        outcome = train_epochs(
+            self.network,
+            inputs,
+            targets,
+            self.experiment.training,
+            seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
+            shared_names=self.partition.shared,
+            on_epoch=on_epoch,
+        )
+        after = evaluation.predict(self.network, self.test_inputs)
+        return RoundResult(
+            shared=entries(self.network, self.partition.shared),
+            local=entries(self.network, self.partition.local),
+            before=before,
+            after=after,
+            outcome=outcome,
+        )
+
+    def evaluate(
+        self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    ) -> np.ndarray:
+        """Return the class probabilities of the test samples with these entries."""
+        load_entries(self.network, shared, local)
+        return evaluation.predict(self.network, self.test_inputs)
+
+    def train_alone(self, on_round: Callable[[int], None] | None = None) -> np.ndarray:
+        """Train the same network on this site only, as often as in the federation, and score it.
+
+        Each round's entries are its own of the round before: no other site takes part. This is the
+        SingleSet baseline, from the same initial weights, with the same order of batches.
+
+        Returns
+        -------
+        numpy.ndarray
+            Class probabilities (n_test, n_classes) after the last round.
+        """
+        shared, local = self.initial_shared(), self.initial_local()
+        for round_number in range(self.experiment.rounds):
+            result = self.train_round(shared, local, round_number)
+            shared, local = result.shared, result.local
+            if on_round is not None:
+                on_round(round_number)
+        return result.after
+
+    def metrics(self, probability: np.ndarray) -> dict[str, dict[str, Any]]:
+        """Score test predictions per window and per subject."""
+        return evaluation.evaluate_site(self.test_targets, probability, self.test_participants)
+
+    def quick_metrics(self, probability: np.ndarray) -> dict[str, float]:
+        """Score test predictions by accuracy and cross entropy alone, at no import's cost."""
+        return evaluation.quick_accuracy(self.test_targets, probability, self.test_participants)
+
+    def subjects_changed(self, reference: np.ndarray, probability: np.ndarray) -> dict[str, int]:
+        """Count test subjects by what a second model does better or worse than a first.
+
+        Returns
+        -------
+        dict
+            ``"corrected"``: wrong with the first and right with the second; ``"lost"``: the other
+            way round; ``"n"``: all test subjects.
+        """
+        targets, _ = evaluation.subject_scores(self.test_targets, self.test_participants)
+        right = []
+        for values in (reference, probability):
+            scores, _ = evaluation.subject_scores(values[:, 1], self.test_participants)
+            right.append((scores >= 0.5) == (targets == 1))
+        return {
+            "corrected": int((~right[0] & right[1]).sum()),
+            "lost": int((right[0] & ~right[1]).sum()),
+            "n": len(targets),
+        }
+
+    def _inputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Read rows of the store into one contiguous, standardised tensor on the device."""
+        inputs = torch.empty((len(rows), self.store.n_edges), dtype=torch.float32)
+        mean, std = self.preparation.mean, self.preparation.std
+        for start in range(0, len(rows), _CHUNK):
+            chunk = rows[start : start + _CHUNK].numpy()
+            block = inputs[start : start + len(chunk)]
+            np.take(self.store.connectomes, chunk, axis=0, out=block.numpy())
+            if self.experiment.standardization == "site":
+                block.sub_(mean).div_(std)
+        return inputs.to(self.device)
+
+
+def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
+    """Build the experiment's network with its initial weights, and split its entries.
+
+    Raises
+    ------
+    fedbn.normalization.NoBatchNormError
+        If the policy needs batch norm and the network has none.
+    """
+    settings = experiment.network
+    network = build_network(settings.name, settings.args, experiment.seed)
+    partition = split(network, experiment.policy)
+    require_batch_norm(network, partition)
+    return network, partition
+
+
+def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
+    """Split a site's subjects and fit its standardisation on the training ones.
+
+    Raises
+    ------
+    data_prep.site_store.StoreError
+        If the store is another site's, or its subjects cannot be split as asked.
+    """
+    if store.site != name:
+        raise StoreError(f"site {name!r}: its store holds the data of site {store.site!r}")
+    folds = _folds(name, store, experiment)
+    in_test = folds == experiment.fold
+    n_train = int((~in_test).sum())
+    if n_train < MIN_TRAINING_SUBJECTS:
+        raise StoreError(
+            f"site {name!r}: {n_train} training subjects of {len(folds)} are too few to train "
+            f"on, at least {MIN_TRAINING_SUBJECTS} are needed"
+        )
+    test_sample = in_test[store.sample_participant]
+    train_rows, test_rows = np.flatnonzero(~test_sample), np.flatnonzero(test_sample)
+    evaluation.assert_disjoint_subjects(
+        np.unique(store.sample_participant[train_rows]),
+        np.unique(store.sample_participant[test_rows]),
+    )
+    if experiment.standardization == "site":
+        mean, std = _mean_and_std(store, train_rows)
+    else:
+        mean, std = np.zeros(store.n_edges), np.ones(store.n_edges)
+    labels = store.labels
+    facts = {
+        "store": store_fingerprint(store),
+        "synthetic": bool(store.is_synthetic),
+        "n_train_subjects": n_train,
+        "n_test_subjects": int(in_test.sum()),
+        "n_train_samples": len(train_rows),
+        "n_test_samples": len(test_rows),
+        "autism_share_train": float(labels[~in_test].mean()),
+        "autism_share_test": float(labels[in_test].mean()),
+    }
+    return Preparation(
+        train_rows=torch.from_numpy(train_rows),
+        test_rows=torch.from_numpy(test_rows),
+        mean=torch.from_numpy(mean.astype(np.float32)),
+        std=torch.from_numpy(std.astype(np.float32)),
+        facts=facts,
+    )
+
+
+def store_fingerprint(store: SiteStore) -> str:
+    """Return a digest of the store's description, which holds the checksums of its files."""
+    content = (store.path / "dataset_description.json").read_bytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _folds(name: str, store: SiteStore, experiment: Experiment) -> np.ndarray:
+    """Return each subject's fold: the store's own where it fixed them, else from the seed."""
+    fixed = [participant.fold for participant in store.participants]
+    if all(fold is None for fold in fixed):
+        return assign_folds(
+            [participant.participant_id for participant in store.participants],
+            [participant.diagnosis for participant in store.participants],
+            experiment.n_folds,
+            experiment.seed,
+        )
+    folds = np.array([-1 if fold is None else fold for fold in fixed])
+    held_out = (store.description.get("folds") or {}).get("held_out")
+    if set(folds) != set(range(experiment.n_folds)) or held_out not in (None, experiment.fold):
+        raise StoreError(
+            f"site {name!r}: its store was made for fold {held_out} of {folds.max() + 1}, but the "
+            f"experiment asks for fold {experiment.fold} of {experiment.n_folds}; "
+            "prepare the store again for this fold"
+        )
+    return folds
+
+
+def _mean_and_std(store: SiteStore, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each feature, in float64, a chunk of rows at a time."""
+    chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+    total = np.zeros(store.n_edges)
+    for chunk in chunks:
+        total += np.sum(store.connectomes[chunk], axis=0, dtype=np.float64)
+    mean = total / len(rows)
+    squares = np.zeros(store.n_edges)
+    for chunk in chunks:
+        deviation = store.connectomes[chunk] - mean
+        squares += np.einsum("ij,ij->j", deviation, deviation)
+    std = np.sqrt(squares / len(rows))
+    std[std < 1e-6] = 1.0
+    return mean, std
