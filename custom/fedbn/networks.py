@@ -10,7 +10,6 @@ Nothing here knows of federation, and MONAI is imported only when one of its net
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import itertools
@@ -25,6 +24,8 @@ DROPOUT_RESOLUTION = 65536
 """Keep probabilities of :class:`PackedDropout` are multiples of one over this number."""
 
 _FULL_INT64_RANGE = -(2**63)
+
+_TABLES: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # one for each probability in use
 
 
 class PackedDropout(nn.Module):
@@ -117,12 +118,15 @@ def _fair_bits(n_words: int) -> torch.Tensor:
     return torch.empty(n_words, dtype=torch.int64).random_(_FULL_INT64_RANGE, None)
 
 
-@functools.lru_cache(maxsize=16)
 def _byte_to_factors(scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the (256, 8) table from the value of a byte to the factors of its eight elements."""
-    with torch.inference_mode(False), torch.no_grad():
-        bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
-        return (bits.double() * scale).to(dtype)
+    table = _TABLES.get((scale, dtype))
+    if table is None:
+        with torch.inference_mode(False), torch.no_grad():
+            bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
+            table = (bits.double() * scale).to(dtype)
+        _TABLES[scale, dtype] = table
+    return table
 
 
 class ConnectomeMLP(nn.Module):

@@ -220,6 +220,9 @@ def train_epochs(
     inputs, targets = _training_data(inputs, targets, device)
     proximal = _proximal_pairs(model, settings.proximal_mu, shared_names, reference)
     optimizer = _optimizer(trained, settings)
+    # One piece of memory for the samples of every batch: on a CPU, giving megabytes back to the
+    # system and asking for them again (page faults) costs as much as the network's arithmetic.
+    memory = inputs.new_empty((min(settings.batch_size + 1, len(inputs)), *inputs.shape[1:]))
     criterion: nn.CrossEntropyLoss | None = None
     losses: list[float] = []
     n_steps = 0
@@ -231,7 +234,8 @@ def train_epochs(
         with seeded_rng(derive_seed(seed, "masks", epoch), device):
             for batch in batches:
                 rows = batch.to(device)
-                logits = model(inputs.index_select(0, rows))
+                samples = torch.index_select(inputs, 0, rows, out=memory[: len(batch)])
+                logits = model(samples)
                 if criterion is None:
                     criterion = _criterion(settings, logits, targets)
                 loss = criterion(logits, targets.index_select(0, rows))
@@ -282,7 +286,7 @@ def _training_data(
         )
     if targets.is_floating_point() or targets.is_complex():
         raise ValueError(f"targets are {targets.dtype}; they must be integer classes")
-    return inputs.to(device).contiguous(), targets.to(device, torch.int64)
+    return inputs.detach().to(device).contiguous(), targets.to(device, torch.int64)
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
