@@ -6,7 +6,9 @@ only scaled its signals would leave no trace. What differs between the sites her
 
 - a global component (breathing, drift) of site-specific strength, an *offset* of connectivity;
 - measurement noise of site-specific strength, a *gain* below one on every correlation;
-- a mixing of neighbouring ROIs with a site-specific pattern, an *ROI-wise covariance*;
+- a component with a site-specific pattern over the ROIs, an *ROI-wise covariance*;
+- a site-specific weight of the very signal that the disease touches, so that the same connectivity
+  means health at one site and disease at another;
 - gain and offset of each ROI's raw signal as well, which the connectome removes.
 
 The disease is one and the same everywhere: in autism, one set of ROIs shares more of a common
@@ -32,7 +34,7 @@ GENERATOR_VERSION = 1
 N_NETWORKS = 10
 N_DISEASE_ROIS = 24
 # Weight of the disease's common signal: mean in controls, what autism adds, spread over subjects.
-DISEASE_BASE, DISEASE_EFFECT, DISEASE_SPREAD = 0.4, 0.5, 0.15
+DISEASE_BASE, DISEASE_EFFECT, DISEASE_SPREAD = 0.35, 0.45, 0.12
 # How far a subject's own network loadings stray from the population's.
 SUBJECT_SPREAD = 0.2
 # Correlation of a signal with itself one time point later.
@@ -73,11 +75,11 @@ class Site:
 
 SITES: Mapping[str, Site] = {
     "NYU": Site(60, 112, Acquisition(0.2, 0.5, 0.3, 0.0)),
-    "USM": Site(44, 96, Acquisition(0.9, 0.5, 0.5, 0.8)),
-    "UM": Site(52, 112, Acquisition(0.1, 0.9, 0.5, 0.1)),
-    "UCLA": Site(48, 80, Acquisition(0.6, 0.3, 0.7, 0.7)),
+    "USM": Site(44, 96, Acquisition(0.9, 0.5, 0.6, 0.7)),
+    "UM": Site(52, 112, Acquisition(0.1, 0.7, 0.5, -0.1)),
+    "UCLA": Site(48, 80, Acquisition(0.5, 0.3, 0.8, 0.6)),
 }
-WITHOUT_SHIFT = Acquisition(0.5, 0.6, 0.5, 0.4)
+WITHOUT_SHIFT = Acquisition(0.4, 0.5, 0.4, 0.2)
 
 
 @dataclass(frozen=True)
