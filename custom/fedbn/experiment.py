@@ -7,7 +7,9 @@ experiment give the same weights, because both are made of :class:`fedbn.site.Si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from data_prep.site_store import SiteStore, check_compatible, read_site_store
 from fedbn.aggregation import WeightedMean
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
-from fedbn.results import run_report, site_report
+from fedbn.results import ALONE, FEDERATED, run_report, site_report
 from fedbn.settings import Experiment
 from fedbn.site import Site
 
@@ -109,3 +111,102 @@ def run_federation(
     }
     report = run_report(experiment, reports, rounds, shared, transport="in process")
     return FederationResult(shared=shared, local=local, report=report)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One site's score in one run of a cross-validation.
+
+    Attributes
+    ----------
+    method
+        A policy, or ``"alone"``.
+    site, fold, seed
+        Where, and in which run.
+    metrics
+        ``{"subject": …, "window": …}`` as :func:`fedbn.evaluation.evaluate_site` gives them.
+    """
+
+    method: str
+    site: str
+    fold: int
+    seed: int
+    metrics: dict[str, dict[str, Any]]
+
+
+def cross_validate(
+    experiment: Experiment,
+    data_root: Path,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    folds: Sequence[int] | None = None,
+    processes: int = 1,
+    on_run: Callable[[int, int], None] | None = None,
+) -> list[Score]:
+    """Repeat an experiment over policies, folds and seeds, each run on one CPU thread.
+
+    All policies see the same splits, initial weights and order of batches, so that differences
+    are paired. Each site is also trained alone, once a fold and seed, if the experiment says so.
+
+    Parameters
+    ----------
+    experiment
+        What to run; its policy, fold and seed are replaced.
+    data_root
+        Folder with one store a site.
+    policies
+        Names of policies.
+    seeds
+        Each gives other folds, initial weights and orders of batches.
+    folds
+        Which folds to hold out; all of them if ``None``.
+    processes
+        How many runs at a time.
+    on_run
+        Called with the number of finished runs and of all runs.
+
+    Returns
+    -------
+    list of Score
+        Sorted by method, seed, fold, and the experiment's order of sites.
+    """
+    folds = range(experiment.n_folds) if folds is None else folds
+    runs = [
+        experiment.changed(
+            policy=policy,
+            fold=fold,
+            seed=seed,
+            compare_with_alone=experiment.compare_with_alone and policy == policies[0],
+        )
+        for seed in seeds
+        for fold in folds
+        for policy in policies
+    ]
+    read_stores(data_root, experiment)  # a fault in the data is told once, before any process
+    scores: list[Score] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        futures = [pool.submit(_scores_of_run, run, data_root) for run in runs]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                scores.extend(future.result())
+                if on_run is not None:
+                    on_run(done, len(runs))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    order = {site: index for index, site in enumerate(experiment.sites)}
+    return sorted(scores, key=lambda s: (s.method, s.seed, s.fold, order[s.site]))
+
+
+def _scores_of_run(experiment: Experiment, data_root: Path) -> list[Score]:
+    torch.set_num_threads(1)
+    report = run_federation(experiment, read_stores(data_root, experiment)).report
+    scores = []
+    for site, results in report["sites"].items():
+        for method, key in ((experiment.policy, FEDERATED), (ALONE, ALONE)):
+            if key in results:
+                score = Score(method, site, experiment.fold, experiment.seed, results[key])
+                scores.append(score)
+    return scores

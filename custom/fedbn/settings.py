@@ -8,7 +8,6 @@ seed or a learning rate.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from fedbn.normalization import Policy
 from fedbn.training import TrainingSettings
 
 EXPERIMENT_FILE = "experiment.json"
-DATA_ROOT_VARIABLE = "FEDBN_DATA"
 
 
 class ExperimentError(ValueError):
@@ -135,11 +133,6 @@ def read_experiment(path: Path) -> Experiment:
     except (OSError, ValueError) as error:
         raise ExperimentError(f"cannot read experiment file {path}: {error}") from error
     return _validated(content, str(path))
-
-
-def default_data_root() -> Path:
-    """Return where site stores are looked for: ``$FEDBN_DATA``, else ``~/fedbn_data``."""
-    return Path(os.environ.get(DATA_ROOT_VARIABLE) or Path.home() / "fedbn_data").expanduser()
 
 
 def _validated(content: Any, where: str) -> Experiment:

@@ -22,7 +22,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model_learner import ModelLearner
 from nvflare.app_common.app_constant import ValidateType
 
-from data_prep.site_store import read_site_store
+from data_prep.site_store import default_data_root, read_site_store
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.job import (
     ERROR,
@@ -38,7 +38,7 @@ from fedbn.flare.job import (
     to_tensors,
 )
 from fedbn.results import site_report, without_nan
-from fedbn.settings import Experiment, default_data_root
+from fedbn.settings import Experiment
 from fedbn.site import Preparation, Site, make_network
 from fedbn.site_state import SiteState, SiteStateError, network_fingerprint
 

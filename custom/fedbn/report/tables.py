@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.results import ALONE, FEDERATED
 
-SYNTHETIC = "SYNTHETIC COHORT, no patient's data: "
-WIDTH = 110
+if TYPE_CHECKING:
+    from fedbn.experiment import Score
+
+SYNTHETIC = "SYNTHETIC COHORT, no patient's data\n"
+WIDTH = 80
+_LOOK: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "pad_edge": False,
+    "title_justify": "left",
+    "caption_justify": "left",
+}
+_GAIN_CAPTION = """Accuracy in % and AUC by held-out subject.
+Federated: the last shared weights with the site's own local entries.
+Alone: the same network and number of updates on this site only.
+Won / lost: subjects wrong alone and right federated / the reverse.
+Macro: every site counts the same; weighted: by test subjects.
+One fold of few subjects decides nothing.
+"""
 
 
 def run_tables(results: Mapping[str, Any]) -> list[Table]:
@@ -31,40 +50,36 @@ def gain_table(results: Mapping[str, Any]) -> Table:
     """One row a site: the federated model beside the one it could train alone."""
     experiment = results["experiment"]
     table = Table(
+        **_LOOK,
         title=(
-            f"{_label(results)}what each site gained ({experiment['policy']}, "
+            f"{_label(results)}what each site gained\n(policy {experiment['policy']}, "
             f"{experiment['rounds']} rounds, fold {experiment['fold']} of {experiment['n_folds']}, "
-            f"seed {experiment['seed']}; test subjects only)"
+            f"seed {experiment['seed']})"
         ),
-        caption=(
-            "accuracy and AUC by subject (mean of its windows' probabilities); federated: last "
-            "shared weights with the site's own local entries; alone: the same network and number "
-            "of updates on this site only; one fold of few subjects decides nothing"
-        ),
+        caption=_GAIN_CAPTION,
     )
-    for heading in ("site", "test subjects", "alone", "federated", "gain", "corrected / lost"):
-        table.add_column(heading, justify="left" if heading == "site" else "right")
-    table.add_column("AUC alone", justify="right")
-    table.add_column("AUC federated", justify="right")
-    table.add_column("window acc. federated", justify="right")
+    table.add_column("site")
+    for heading in ("subjects", "alone", "federated", "gain", "won / lost"):
+        table.add_column(heading, justify="right")
+    for heading in ("AUC\nalone", "AUC\nfederated"):
+        table.add_column(heading, justify="right")
     for site, report in results["sites"].items():
-        federated, alone = report[FEDERATED], report.get(ALONE)
+        federated, alone = report[FEDERATED]["subject"], report.get(ALONE)
         own = alone["subject"] if alone else {}
         gain = report.get("gain")
         table.add_row(
             site,
             str(report["n_test_subjects"]),
             _percent(own.get("accuracy")),
-            _percent(federated["subject"]["accuracy"]),
-            _points(own.get("accuracy"), federated["subject"]["accuracy"]),
+            _percent(federated["accuracy"]),
+            _points(own.get("accuracy"), federated["accuracy"]),
             f"{gain['corrected']} / {gain['lost']}" if gain else "-",
             _number(own.get("auc")),
-            _number(federated["subject"]["auc"]),
-            _percent(federated["window"]["accuracy"]),
+            _number(federated["auc"]),
         )
     table.add_section()
-    for kind, label in (("macro", "mean of sites"), ("sample_weighted", "weighted by subjects")):
-        across = results["across_sites"]
+    across = results["across_sites"]
+    for kind, label in (("macro", "macro"), ("sample_weighted", "weighted")):
         if FEDERATED not in across:
             continue
         federated = across[FEDERATED]["subject"][kind]
@@ -78,7 +93,6 @@ def gain_table(results: Mapping[str, Any]) -> Table:
             "",
             _number(own.get("auc")),
             _number(federated["auc"]),
-            _percent(across[FEDERATED]["window"][kind]["accuracy"]),
         )
     return table
 
@@ -87,8 +101,12 @@ def curve_table(results: Mapping[str, Any]) -> Table:
     """One row a round: subject accuracy of each site before and after its local training."""
     sites = list(results["sites"])
     table = Table(
-        title=f"{_label(results)}subject accuracy round by round, before > after local training",
-        caption="before: shared weights of the round with the site's own local entries",
+        **_LOOK,
+        title=(
+            f"{_label(results)}accuracy in % by held-out subject,\n"
+            "round by round, before > after local training"
+        ),
+        caption="Before: the round's shared weights with the site's own local entries.",
     )
     table.add_column("round", justify="right")
     for site in sites:
@@ -99,6 +117,60 @@ def curve_table(results: Mapping[str, Any]) -> Table:
     for number in sorted({number for curve in curves.values() for number in curve}):
         table.add_row(str(number), *(_before_after(curves[site].get(number)) for site in sites))
     return table
+
+
+def cross_validation_table(scores: Sequence[Score], *, synthetic: bool) -> Table:
+    """One row a method: accuracy by subject at each site, then the means over sites.
+
+    A cell is the mean over seeds and, in brackets, the standard deviation over seeds of the mean
+    over folds.
+    """
+    sites = list(dict.fromkeys(score.site for score in scores))
+    folds = len({score.fold for score in scores})
+    seeds = len({score.seed for score in scores})
+    table = Table(
+        **_LOOK,
+        title=(
+            f"{SYNTHETIC if synthetic else ''}accuracy by subject in %, mean over {folds} folds "
+            f"and {seeds} seeds (standard deviation over seeds)"
+        ),
+        caption=(
+            "macro: every site counts the same; 'none' shares all floating state (FedAvg); "
+            "'alone' is each site without the others"
+        ),
+    )
+    table.add_column("method")
+    for heading in (*sites, "macro, subject", "macro, window", "macro AUC, subject"):
+        table.add_column(heading, justify="right")
+    for method in dict.fromkeys(score.method for score in scores):
+        of_method = [score for score in scores if score.method == method]
+        table.add_row(
+            method,
+            *(
+                _mean_and_spread([s for s in of_method if s.site == site], "subject", "accuracy")
+                for site in sites
+            ),
+            _mean_and_spread(of_method, "subject", "accuracy"),
+            _mean_and_spread(of_method, "window", "accuracy"),
+            _mean_and_spread(of_method, "subject", "auc", scale=1, digits=3),
+        )
+    return table
+
+
+def _mean_and_spread(
+    scores: Sequence[Score], level: str, metric: str, scale: float = 100, digits: int = 1
+) -> str:
+    """Mean over sites and folds for each seed, then mean and spread over seeds."""
+    by_seed: dict[int, list[float]] = {}
+    for score in scores:
+        value = score.metrics[level][metric]
+        if value is not None:
+            by_seed.setdefault(score.seed, []).append(scale * value)
+    means = [math.fsum(values) / len(values) for values in by_seed.values()]
+    if not means:
+        return "-"
+    spread = statistics.stdev(means) if len(means) > 1 else math.nan
+    return f"{statistics.fmean(means):.{digits}f} ({spread:.{digits}f})"
 
 
 def render(tables: Iterable[Table], width: int = WIDTH) -> str:
@@ -122,7 +194,7 @@ def _label(results: Mapping[str, Any]) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return "-" if value is None else f"{100 * value:.1f}"
 
 
 def _points(before: float | None, after: float | None) -> str:
