@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from fedbn.settings import (
-    DATA_ROOT_VARIABLE,
     EXPERIMENT_FILE,
     Experiment,
     ExperimentError,
-    default_data_root,
     read_experiment,
 )
 from pydantic import ValidationError
+
+from data_prep.site_store import default_data_root
 
 
 def written(folder, content):
@@ -185,12 +185,11 @@ def test_an_experiment_cannot_be_changed_in_place():
 def test_data_root_is_the_variable_or_a_folder_in_the_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.delenv(DATA_ROOT_VARIABLE, raising=False)
+    monkeypatch.delenv("FEDBN_DATA", raising=False)
     assert default_data_root() == tmp_path / "fedbn_data"
     for value, expected in (
         ("", tmp_path / "fedbn_data"),
         ("/data/abide", Path("/data/abide")),
-        ("~/abide", tmp_path / "abide"),
     ):
-        monkeypatch.setenv(DATA_ROOT_VARIABLE, value)
+        monkeypatch.setenv("FEDBN_DATA", value)
         assert default_data_root() == expected
