@@ -1,0 +1,57 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+RUNS ?= runs
+SOURCE ?=
+STRIDE ?= 16
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOB := jobs/abide_fedbn
+
+.PHONY: help install demo abide test lint benchmarks clean
+
+help:
+	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
+	@echo "make abide SOURCE=<folder>  the same on ABIDE I (without SOURCE it is downloaded)"
+	@echo "make test                   install, run all tests"
+	@echo "make lint                   ruff and mypy"
+	@echo "make benchmarks             print the ratios that the README shows"
+
+install: $(READY)
+
+$(READY): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m data_prep synthetic --out $(RUNS)/demo/data
+	FEDBN_DATA="$(abspath $(RUNS))/demo/data" $(BIN)/nvflare simulator $(JOB) -n 4 -t 4 \
+		-w $(RUNS)/demo/workspace
+	@$(BIN)/fedbn results $(RUNS)/demo/workspace
+
+# The stores go where `nvflare simulator jobs/abide_fedbn -n 4` looks: $FEDBN_DATA, else ~/fedbn_data.
+abide: $(READY)
+	$(BIN)/python -m data_prep abide $(if $(SOURCE),--source "$(SOURCE)") \
+		--window 32 --stride $(STRIDE) --negative zero --same-length
+	$(BIN)/nvflare simulator $(JOB) -n 4 -t 4 -w $(RUNS)/abide/workspace
+	@$(BIN)/fedbn results $(RUNS)/abide/workspace
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+benchmarks: $(READY)
+	$(BIN)/python benchmarks/connectome.py $(if $(SOURCE),--source "$(SOURCE)")
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/simulator.py
+
+clean:
+	rm -rf $(RUNS) simulator_workspace .pytest_cache .mypy_cache .ruff_cache
