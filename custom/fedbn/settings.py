@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,10 @@ from fedbn.normalization import Policy
 from fedbn.training import TrainingSettings
 
 EXPERIMENT_FILE = "experiment.json"
+
+
+SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=63)]
+"""Names a folder and a FLARE client: letters, digits, ``_`` and ``-``."""
 
 
 class ExperimentError(ValueError):
@@ -67,16 +71,16 @@ class Experiment(_Settings):
     """
 
     name: str = "experiment"
-    sites: tuple[str, ...] = ("NYU", "USM", "UM", "UCLA")
+    sites: tuple[SiteName, ...] = ("NYU", "USM", "UM", "UCLA")
     network: NetworkSettings = NetworkSettings()
     policy: Policy = "fedbn"
-    rounds: int = Field(default=50, ge=1)
+    rounds: int = Field(default=50, ge=1, strict=True)
     training: TrainingSettings = TrainingSettings()
     aggregation_weights: Literal["equal", "samples"] = "equal"
     standardization: Literal["site", "none"] = "site"
-    n_folds: int = Field(default=5, ge=2)
-    fold: int = Field(default=0, ge=0)
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    n_folds: int = Field(default=5, ge=2, strict=True)
+    fold: int = Field(default=0, ge=0, strict=True)
+    seed: int = Field(default=0, ge=0, lt=2**31, strict=True)
     compare_with_alone: bool = True
 
     @model_validator(mode="after")
@@ -101,8 +105,8 @@ class Experiment(_Settings):
         """
         if client in self.sites:
             return client
-        numbered = re.fullmatch(r"site-(\d+)", client)
-        if numbered and 1 <= int(numbered[1]) <= len(self.sites):
+        numbered = re.fullmatch(r"site-([1-9][0-9]*)", client)
+        if numbered and int(numbered[1]) <= len(self.sites):
             return self.sites[int(numbered[1]) - 1]
         raise ExperimentError(
             f"client {client!r} is not a site of this job: name it one of {', '.join(self.sites)}, "

@@ -193,3 +193,26 @@ def test_data_root_is_the_variable_or_a_folder_in_the_home(monkeypatch, tmp_path
     ):
         monkeypatch.setenv("FEDBN_DATA", value)
         assert default_data_root() == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rounds", True),
+        ("rounds", "3"),
+        ("fold", True),
+        ("sites", [""]),
+        ("sites", ["a/b", "c"]),
+        ("sites", [".."]),
+        ("sites", ["NYU", "NYU "]),
+    ],
+)
+def test_values_that_would_fail_late_are_refused_at_once(field, value):
+    with pytest.raises(ExperimentError, match=field):
+        Experiment().changed(**{field: value})
+
+
+@pytest.mark.parametrize("client", ["site-01", "site-٣"])  # noqa: RUF001 - an Arabic digit
+def test_only_the_simulators_own_spelling_of_a_number_is_a_site(client):
+    with pytest.raises(ExperimentError, match="is not a site of this job"):
+        Experiment().site_of(client)
