@@ -8,6 +8,7 @@ scores the test subjects, trains, scores again, and gives both parts back.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,8 @@ class RoundResult:
         entries and the site's own local ones before any training, and after it.
     outcome
         Losses and counts of the local training.
+    training_seconds
+        Wall time of the local epochs alone.
     """
 
     shared: dict[str, torch.Tensor]
@@ -80,6 +83,7 @@ class RoundResult:
     before: np.ndarray
     after: np.ndarray
     outcome: TrainingOutcome
+    training_seconds: float
 
 
 class Site:
@@ -204,6 +208,7 @@ class Site:
         """
         before = self.evaluate(shared, local)
         inputs, targets = self.training_data
+        started = time.perf_counter()
         outcome = train_epochs(
             self.network,
             inputs,
@@ -213,6 +218,7 @@ class Site:
             shared_names=self.partition.shared,
             on_epoch=on_epoch,
         )
+        training_seconds = time.perf_counter() - started
         after = evaluation.predict(self.network, self.test_inputs)
         return RoundResult(
             shared=entries(self.network, self.partition.shared),
@@ -220,6 +226,7 @@ class Site:
             before=before,
             after=after,
             outcome=outcome,
+            training_seconds=training_seconds,
         )
 
     def evaluate(
@@ -353,8 +360,14 @@ def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
 
 
 def store_fingerprint(store: SiteStore) -> str:
-    """Return a digest of the store's description, which holds the checksums of its files."""
+    """Return a digest of the store's description, and of when and how large its array was written.
+
+    The description holds the checksums of all files as they were written; that they still are so
+    is too slow to see before every round.
+    """
     content = (store.path / "dataset_description.json").read_bytes()
+    array = (store.path / "connectomes.npy").stat()
+    content += f"\n{array.st_size} {array.st_mtime_ns}".encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from fedbn.aggregation import ContributionError, WeightedMean
 from fedbn.flare.job import ERROR, REPORT, redacted, to_arrays, to_tensors
@@ -65,6 +67,21 @@ class FedBNAggregator(ModelAggregator):
         if self._mean is not None:
             self._mean.reset()
 
+    def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
+        """Take a contribution from ``ScatterAndGather``, which names the client beside it.
+
+        FLARE's own method leaves the name out and answers "accepted" whatever happened.
+        """
+        self.fl_ctx = fl_ctx
+        client = shareable.get_peer_prop(ReservedKey.IDENTITY_NAME, AppConstants.CLIENT_UNKNOWN)
+        try:
+            model = FLModelUtils.from_shareable(shareable)
+        except ValueError as error:
+            self.refuse(client, f"it cannot be read: {error}")
+            return False
+        model.meta["client_name"] = client
+        return self.accept_model(model)
+
     def accept_model(self, model: FLModel) -> bool:
         """Take one client's contribution, or refuse it with a reason in the log.
 
@@ -76,13 +93,17 @@ class FedBNAggregator(ModelAggregator):
         client = str((model.meta or {}).get("client_name", AppConstants.CLIENT_UNKNOWN))
         try:
             self._accept(client, model)
-        except (ContributionError, TypeError) as error:
-            # A client's text may end here by way of its entries' names.
-            self.refused[client] = redacted(str(error))
-            self.warning(f"contribution of {client} refused: {self.refused[client]}")
+        except (ValueError, TypeError, OverflowError) as error:
+            self.refuse(client, str(error))
             return False
         self.accepted.append(client)
         return True
+
+    def refuse(self, client: str, reason: str) -> None:
+        """Note that a client's contribution is not part of this round, and why."""
+        # A client's text may end here by way of its entries' names.
+        self.refused[client] = redacted(reason)
+        self.warning(f"contribution of {client} refused: {self.refused[client]}")
 
     def aggregate_model(self) -> FLModel:
         """Return the weighted mean of the accepted contributions, and forget them.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from nvflare.apis.dxo import DXO, DataKind
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.dxo_filter import DXOFilter
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
 from fedbn.flare.job import job_experiment
 from fedbn.networks import build_network
 from fedbn.normalization import Policy, split
+
+_WEIGHTS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+_NUMBERS = (DataKind.METRICS, DataKind.ANALYTIC)
 
 
 class BatchNormFilter(DXOFilter):
@@ -19,12 +26,13 @@ class BatchNormFilter(DXOFilter):
 
     It belongs into a site's own ``local/privacy.json``, as a ``task_result_filters`` entry. It is a
     list of what may pass, not of what may not: the network is built from the job's experiment file,
-    split by module type, and every entry that is not shared under ``policy`` is removed. Where the
-    network cannot be known (a job of another kind) nothing passes: the filter raises, and FLARE
-    sends an error in place of the result.
+    split by module type, and every entry that is not shared under ``policy`` is removed. Beside
+    weights only metrics without arrays pass. Where the network cannot be known (a job of another
+    kind), or a result is of a form that cannot be looked into, nothing passes: the filter raises,
+    and FLARE sends an error in place of the result.
 
-    It cannot see through a job's own code that hides batch norm under other names or in other
-    fields; see the privacy page for the policy that forbids such code.
+    It cannot see through a job's own code that hides batch norm under the names of other entries or
+    sends it past FLARE's results; see the privacy page for the policy that forbids such code.
 
     Parameters
     ----------
@@ -35,13 +43,23 @@ class BatchNormFilter(DXOFilter):
     """
 
     def __init__(self, policy: Policy = "fedbn", network: dict[str, Any] | None = None):
-        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
-        super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
+        super().__init__(supported_data_kinds=[*_WEIGHTS], data_kinds_to_filter=[*_WEIGHTS])
         if policy not in ("fedbn", "silobn"):
             raise ValueError(f"policy must be 'fedbn' or 'silobn', got {policy!r}")
         self.policy: Policy = policy
         self.network = network
         self._shared: frozenset[str] | None = None
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Refuse what cannot be looked into, then remove what may not leave.
+
+        Raises
+        ------
+        ValueError
+            If the result holds anything but weights and metrics.
+        """
+        _refuse_what_is_not_known(shareable)
+        return super().process(shareable, fl_ctx)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         """Remove every entry that may not leave; ``None`` (not filtered) if there is none."""
@@ -67,3 +85,38 @@ class BatchNormFilter(DXOFilter):
                 name, args = settings.name, settings.args
             self._shared = frozenset(split(build_network(name, args), self.policy).shared)
         return self._shared
+
+
+def _refuse_what_is_not_known(shareable: Shareable) -> None:
+    """Let FLARE's own filter, which passes on what it does not know, only see what is known."""
+    holds_content = bool(set(shareable) - {ReservedHeaderKey.HEADERS})
+    if not holds_content:
+        return
+    if shareable.get_return_code() != ReturnCode.OK:
+        raise ValueError("an error reply with content cannot be checked for batch norm")
+    try:
+        dxo = from_shareable(shareable)
+    except ValueError as error:
+        raise ValueError("a result that is no DXO cannot be checked for batch norm") from error
+    _check_kind(dxo)
+
+
+def _check_kind(dxo: DXO) -> None:
+    if _holds_array(dxo.meta):
+        raise ValueError("the result's meta data hold an array: it cannot be checked")
+    if dxo.data_kind == DataKind.COLLECTION:
+        for part in dxo.data.values() if isinstance(dxo.data, dict) else dxo.data:
+            _check_kind(part)
+    elif dxo.data_kind in _NUMBERS:
+        if _holds_array(dxo.data):
+            raise ValueError(f"a result of kind {dxo.data_kind} holds an array, expected numbers")
+    elif dxo.data_kind not in _WEIGHTS:
+        raise ValueError(f"a result of kind {dxo.data_kind} cannot be checked for batch norm")
+
+
+def _holds_array(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_array(item) for item in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_array(item) for item in value)
+    return isinstance(value, (np.ndarray, torch.Tensor, bytes, bytearray, memoryview))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ ERROR = "error"
 SITES_FOLDER = "fedbn_sites"
 """Below a client's workspace root: where site state outlives the processes of a run."""
 
-_SUBJECT = re.compile(r"\bsub-[0-9A-Za-z]+")
+_SUBJECT = re.compile(r"(?<![0-9A-Za-z])sub-[^\s,;:'\"()/\\]+")
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])*[^\s/\\'\",;:()]*")
 
 
@@ -69,9 +69,20 @@ def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def redacted(text: str) -> str:
+def redacted(text: str, folders: Iterable[Path | str] = ()) -> str:
     """Take subject ids and file paths out of a sentence before it leaves a site.
 
     The full sentence stays in the site's own log.
+
+    Parameters
+    ----------
+    text
+        Any sentence.
+    folders
+        Folders to take out as they are written: relative ones, and those with blanks in their
+        names, cannot be told from words.
     """
+    for folder in sorted((str(folder) for folder in folders), key=len, reverse=True):
+        if folder.strip("./\\"):
+            text = re.sub(rf"(?<![\w.]){re.escape(folder)}(?!\w)", "/path", text)
     return _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))

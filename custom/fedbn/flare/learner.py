@@ -119,7 +119,9 @@ class FedBNLearner(ModelLearner):
             self.error(sentence)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.exception("not foreseen, please report it")
-            return FLModel(metrics={}, meta={REPORT: {ERROR: redacted(sentence)}})
+            folders = [self._data_root(), self.data_root, self.workspace_root]
+            sentence = redacted(sentence, [folder for folder in folders if folder])
+            return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})
 
     def _site_name(self) -> str:
         name = self.site_name or "?"
@@ -151,19 +153,22 @@ class FedBNLearner(ModelLearner):
             if self.torch_threads is not None:
                 torch.set_num_threads(self.torch_threads)
             experiment, state = self._load_experiment(), self._load_state()
-            root = Path(self.data_root).expanduser() if self.data_root else default_data_root()
             preparation = None
             if not prepare:
                 tensors, facts = state.load_preparation()
                 preparation = Preparation(**tensors, facts=facts)
             self._site = Site(
                 state.site,
-                read_site_store(root / state.site),
+                # All values are looked at once, before round 0: it costs a second or two.
+                read_site_store(self._data_root() / state.site, verify=prepare),
                 experiment,
                 device=self._device(),
                 preparation=preparation,
             )
         return self._site
+
+    def _data_root(self) -> Path:
+        return Path(self.data_root).expanduser() if self.data_root else default_data_root()
 
     def _device(self) -> str:
         if self.device == "auto":
@@ -199,8 +204,13 @@ class FedBNLearner(ModelLearner):
     def _preflight(self) -> FLModel:
         state = self._load_state()
         if state.exists:  # the task was sent twice: what is kept wins
+            _, kept = state.load_local()
+            if kept >= 0:
+                raise SiteStateError(
+                    f"site {state.site!r}: {state.folder} holds its batch norm after round {kept} "
+                    f"of an earlier run of job {state.job!r}; move it away to start anew"
+                )
             site = self._load_site()
-            state.load_local()
         else:
             site = self._prepare()
         self.info(f"site {site.name!r}: {site.partition.describe()}; device {site.device}")
@@ -216,8 +226,13 @@ class FedBNLearner(ModelLearner):
         started = time.perf_counter()
         self._ensure_prepared(_report(model).get(PREPARED, []))
         site, state = self._load_site(), self._load_state()
-        local, _ = state.load_local()
+        local, kept = state.load_local()
         number = int(model.current_round or 0)
+        if kept > number:
+            raise SiteStateError(
+                f"site {state.site!r}: its batch norm is that after round {kept}, but round "
+                f"{number} is to be trained; it belongs to another run"
+            )
         result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
         state.save_local(result.local, number)
         state.save_predictions(
@@ -232,6 +247,7 @@ class FedBNLearner(ModelLearner):
             "training_loss": list(result.outcome.losses),
             "n_samples": result.outcome.n_samples,
             "n_steps": result.outcome.n_steps,
+            "training_seconds": result.training_seconds,
             "seconds": time.perf_counter() - started,
         }
         self._stream(number, before, after, result.outcome.losses[-1])

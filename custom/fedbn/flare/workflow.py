@@ -5,12 +5,16 @@ FLARE's own ``FedAvg`` has neither: with it a dead client makes the job wait for
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import make_model_learnable
 from nvflare.app_common.app_constant import AppConstants
@@ -18,6 +22,7 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from data_prep.site_store import signature_differences
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.job import (
     ERROR,
@@ -36,6 +41,7 @@ from fedbn.results import run_report
 from fedbn.settings import Experiment
 from fedbn.site_state import write_json
 
+QUICK_METRICS = ("window_accuracy", "subject_accuracy", "cross_entropy")
 RESULTS_FILE = "results.json"
 TABLE_FILE = "results.txt"
 
@@ -47,8 +53,8 @@ class RunFailedError(RuntimeError):
 class FedBNWorkflow(ModelController):
     """Run the job's experiment over all connected sites.
 
-    Before round 0 each site looks at its own data, network and folder (the preflight); the first
-    sentence that one of them sends ends the job. In each round the shared entries go out, and the
+    Before round 0 each site looks at its own data, network and folder (the preflight); a sentence
+    that one of them sends ends the job. In each round the shared entries go out, and the
     round ends when all sites have answered, or ``grace_seconds`` after the quorum has, or at the
     deadline. A contribution that is late, missing or refused costs only itself, as long as the
     quorum is met. At the end every site scores the last shared weights with its own batch norm and
@@ -65,7 +71,7 @@ class FedBNWorkflow(ModelController):
     preflight_seconds
         Deadline of the preflight.
     grace_seconds
-        How long to wait for the rest once the quorum has answered.
+        How long to wait for the rest once the quorum is met, or once a preflight has failed.
     aggregator_id, persistor_id
         Components of the job.
     """
@@ -99,6 +105,7 @@ class FedBNWorkflow(ModelController):
         self.experiment: Experiment
         self.site_of_client: dict[str, str] = {}
         self.site_facts: dict[str, dict[str, Any]] = {}
+        self.prepared: set[str] = set()
         self.rounds: list[dict[str, Any]] = []
 
     def run(self) -> None:
@@ -156,8 +163,19 @@ class FedBNWorkflow(ModelController):
     def _preflight(self) -> None:
         """Ask every site whether it can take part, and whether all hold the same kind of data."""
         answers: dict[str, dict[str, Any]] = {}
-        self._ask(PREFLIGHT, {}, self._reading(answers), self.preflight_seconds, wait_for_all=True)
-        errors = [str(answer[ERROR]) for _, answer in sorted(answers.items()) if answer.get(ERROR)]
+
+        def failed() -> bool:
+            return any(answer.get(ERROR) for answer in answers.values())
+
+        self._ask(PREFLIGHT, self._reading(answers), self.preflight_seconds, failed)
+        for answer in answers.values():
+            if not answer.get(ERROR) and not isinstance(answer.get("signature"), dict):
+                answer[ERROR] = "its answer does not say what its store holds"
+        errors = [
+            error if repr(self.site_of_client[client]) in error else f"{client}: {error}"
+            for client, answer in sorted(answers.items())
+            if (error := str(answer.get(ERROR) or ""))
+        ]
         if errors:
             raise RunFailedError("preflight failed: " + "; ".join(errors))
         if len(answers) < self.quorum:
@@ -180,7 +198,7 @@ class FedBNWorkflow(ModelController):
             self.site_of_client[client]: {"client": client, "device": answer.get("device")}
             for client, answer in answers.items()
         }
-        self._prepared = sorted(answers)
+        self.prepared = set(answers)
         self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
 
     def _round(self, number: int, model: FLModel) -> FLModel:
@@ -193,12 +211,17 @@ class FedBNWorkflow(ModelController):
         reports: dict[str, dict[str, Any]] = {}
 
         def collect(result: FLModel) -> bool:
+            if not _report(result).get(ERROR):  # it has trained, so it has a state from now on
+                self.prepared.add(_client(result))
             accepted = self.aggregator.accept_model(result)
             if accepted:
                 reports[_client(result)] = _report(result)
             return accepted
 
-        self._ask(TRAIN, {}, collect, self.round_seconds, model=model, round_number=number)
+        def enough() -> bool:
+            return len(self.aggregator.accepted) >= self.quorum
+
+        self._ask(TRAIN, collect, self.round_seconds, enough, model=model, round_number=number)
         if self.abort_signal.triggered:
             return model
         record = self._record(number, reports, time.monotonic() - started)
@@ -240,17 +263,30 @@ class FedBNWorkflow(ModelController):
     def _finish(self, model: FLModel) -> None:
         """Let every site score the last weights; write and print the results."""
         answers: dict[str, dict[str, Any]] = {}
-        self._ask(FINAL, {}, self._reading(answers), self.round_seconds, model=model)
+
+        def enough() -> bool:
+            return sum(ERROR not in answer for answer in answers.values()) >= self.quorum
+
+        self._ask(FINAL, self._reading(answers), self.round_seconds, enough, model=model)
         if self.abort_signal.triggered:
             return
+        shared: dict[str, torch.Tensor] = to_tensors(model.params)
         reports, failed = {}, {}
         for client, answer in sorted(answers.items()):
             site = self.site_of_client[client]
             if answer.get(ERROR):
                 failed[site] = str(answer[ERROR])
+                continue
+            try:
+                report = {**self.site_facts.get(site, {}), **answer["results"]}
+                alone = run_report(self.experiment, {site: report}, [], shared)
+                render(run_tables(alone))
+                json.dumps(alone, allow_nan=False)
+            except Exception as error:
+                failed[site] = f"its results cannot be read ({type(error).__name__})"
+                self.error(f"results of {site}: {failed[site]}")
             else:
-                reports[site] = {**self.site_facts.get(site, {}), **answer["results"]}
-        shared: dict[str, torch.Tensor] = to_tensors(model.params)
+                reports[site] = report
         results = run_report(
             self.experiment,
             {site: reports[site] for site in self.experiment.sites if site in reports},
@@ -280,17 +316,21 @@ class FedBNWorkflow(ModelController):
     def _ask(
         self,
         purpose: str,
-        facts: dict[str, Any],
         callback: Callable[[FLModel], bool],
         seconds: int,
+        enough: Callable[[], bool] | None = None,
         *,
         model: FLModel | None = None,
         round_number: int = 0,
-        wait_for_all: bool = False,
     ) -> None:
-        """Send one task to every site and wait for the answers, at most until the deadline."""
+        """Send one task to every site and wait for the answers, at most until the deadline.
+
+        With ``enough``, the wait also ends ``grace_seconds`` after it has become true. FLARE's own
+        count of answers would start the grace with answers that are errors.
+        """
+        self._callback = callback
         clients = list(self.site_of_client)
-        report = {PURPOSE: purpose, PREPARED: getattr(self, "_prepared", []), **facts}
+        report = {PURPOSE: purpose, PREPARED: sorted(self.prepared)}
         params = model.params if model is not None else None
         data = FLModel(
             params_type=ParamsType.FULL if params is not None else None,
@@ -304,17 +344,36 @@ class FedBNWorkflow(ModelController):
             data=data,
             task_name=AppConstants.TASK_TRAIN if purpose == TRAIN else AppConstants.TASK_VALIDATION,
             targets=clients,
-            min_responses=len(clients) if wait_for_all else min(self.quorum, len(clients)),
+            min_responses=len(clients),
             timeout=seconds,
-            wait_time_after_min_received=0 if wait_for_all else self.grace_seconds,
             blocking=False,
             callback=callback,
         )
+        enough_since: float | None = None
         while self.get_num_standing_tasks():
             if self.abort_signal.triggered:
                 self.cancel_all_tasks()
                 return
+            if enough is not None and enough_since is None and enough():
+                enough_since = time.monotonic()
+            if enough_since is not None and time.monotonic() - enough_since >= self.grace_seconds:
+                self.cancel_all_tasks()
             time.sleep(self._task_check_period)
+
+    def _accept_train_result(
+        self, client_name: str, result: Shareable, fl_ctx: FLContext, is_unknown_task: bool = False
+    ) -> bool:
+        """Note a bare error code as that site's answer; FLARE only logs it, or ends the job."""
+        code = result.get_return_code()
+        if code and code != ReturnCode.OK:
+            if not is_unknown_task:
+                error = {ERROR: f"it answered with the error code {code}, its log says more"}
+                self._callback(
+                    FLModel(metrics={}, meta={"client_name": client_name, REPORT: error})
+                )
+            return False
+        accepted: bool = super()._accept_train_result(client_name, result, fl_ctx, is_unknown_task)
+        return accepted
 
     def _reading(self, answers: dict[str, dict[str, Any]]) -> Callable[[FLModel], bool]:
         """Make a callback that keeps what each site reports."""
@@ -343,8 +402,23 @@ def _report(result: FLModel) -> dict[str, Any]:
 
 def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
     """Keep a round's numbers of one site, and nothing that it may have added."""
-    kept = ("before_training", "after_training", "training_loss", "n_samples", "n_steps", "seconds")
-    return {name: report[name] for name in kept if name in report}
+    kept: dict[str, Any] = {}
+    for name in ("n_samples", "n_steps", "training_seconds", "seconds"):
+        kept[name] = _number(report.get(name))
+    for name in (BEFORE_TRAINING, AFTER_TRAINING):
+        scores = report.get(name)
+        scores = scores if isinstance(scores, dict) else {}
+        kept[name] = {key: _number(scores.get(key)) for key in QUICK_METRICS}
+    losses = report.get("training_loss")
+    kept["training_loss"] = [_number(loss) for loss in losses] if isinstance(losses, list) else []
+    return kept
+
+
+def _number(value: Any) -> float | int | None:
+    """Return a number that JSON has, or ``None`` for anything else that a site may have sent."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < 1e300 else None  # False for NaN and infinity, too
 
 
 def _why(record: Mapping[str, Any]) -> str:
@@ -355,16 +429,17 @@ def _why(record: Mapping[str, Any]) -> str:
 
 def _progress(record: Mapping[str, Any], rounds: int) -> str:
     """Say in one line how a round went."""
-    values = [
-        (site, numbers["before_training"]["subject_accuracy"], numbers["training_loss"][-1])
-        for site, numbers in record["sites"].items()
-        if numbers.get("training_loss") and numbers.get("before_training")
-    ]
     scores = ", ".join(
-        f"{site} {accuracy:.2f} (loss {loss:.3f})" for site, accuracy, loss in values
+        f"{site} {_shown(numbers[BEFORE_TRAINING]['subject_accuracy'], 2)} "
+        f"(loss {_shown((numbers['training_loss'] or [None])[-1], 3)})"
+        for site, numbers in record["sites"].items()
     )
     return (
         f"round {record['round'] + 1} of {rounds} in {record['seconds']:.1f} s; subject accuracy "
         f"before training: {scores}"
         + (f"; {_why(record)}" if record["refused"] or record["missing"] else "")
     )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,118 @@
+"""Small made-up sites, for every test that needs data to train on."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+from fedbn.settings import EXPERIMENT_FILE, Experiment
+
+from data_prep.site_store import Participant, write_site_store
+
+N_ROIS = 12
+N_EDGES = N_ROIS * (N_ROIS - 1) // 2
+SIGNAL = np.random.default_rng(3).standard_normal(N_EDGES)
+
+
+def write_small_store(
+    folder,
+    site,
+    *,
+    n_subjects=20,
+    n_windows=3,
+    diagnoses=("autism", "control"),
+    folds=None,
+    n_rois=N_ROIS,
+    changes=None,
+    edit=None,
+    **description,
+):
+    """Write a store whose classes differ, with a gain and an offset that are the site's own."""
+    rng = np.random.default_rng(zlib.crc32(site.encode()))
+    participants = [
+        Participant(
+            participant_id=f"sub-{site}{k:02d}",
+            diagnosis=diagnoses[k % len(diagnoses)],
+            age=10.0 + k,
+            sex="FM"[k % 2],
+            site=site,
+            n_timepoints=60,
+            n_windows=n_windows,
+            fold=None if folds is None else k // len(diagnoses) % folds,
+        )
+        for k in range(n_subjects)
+    ]
+    n_edges = n_rois * (n_rois - 1) // 2
+    is_autism = np.repeat([p.diagnosis == "autism" for p in participants], n_windows)
+    signal = SIGNAL[:n_edges] if n_edges <= N_EDGES else np.resize(SIGNAL, n_edges)
+    values = rng.standard_normal((n_subjects * n_windows, n_edges))
+    values += 0.4 * np.where(is_autism, 1, -1)[:, None] * signal
+    values = values * rng.uniform(0.5, 2) + rng.standard_normal(n_edges)
+    if edit is not None:
+        edit(values, participants)
+    settings = {
+        "kind": "correlation",
+        "estimator": "pearson",
+        "window": 20,
+        "stride": 20,
+        "negative": "keep",
+    }
+    return write_site_store(
+        folder,
+        site=site,
+        participants=participants,
+        rois=[(str(10 + k), f"region {k}") for k in range(n_rois)],
+        window_starts=[[20 * w for w in range(n_windows)]] * n_subjects,
+        connectomes=values.astype(np.float32),
+        description={
+            "atlas": "twelve regions",
+            "synthetic": False,
+            "connectome": settings | (changes or {}),
+        }
+        | description,
+    )
+
+
+def small_experiment(**changes):
+    """Describe a quick experiment on the stores above."""
+    settings = {
+        "name": "small",
+        "sites": ("NYU", "UM"),
+        "network": {"args": {"in_features": N_EDGES, "hidden": [8]}},
+        "rounds": 2,
+        "training": {"batch_size": 16, "local_epochs": 2, "learning_rate": 0.01},
+        "n_folds": 4,
+        "seed": 5,
+        "compare_with_alone": False,
+    }
+    return Experiment(**{**settings, **changes})
+
+
+@pytest.fixture
+def experiment():
+    return small_experiment
+
+
+@pytest.fixture(scope="session")
+def write_store():
+    return write_small_store
+
+
+@pytest.fixture
+def data_root(tmp_path):
+    """A data root with a small store for NYU and one, of another size, for UM."""
+    root = tmp_path / "data"
+    write_small_store(root / "NYU", "NYU")
+    write_small_store(root / "UM", "UM", n_subjects=16)
+    return root
+
+
+@pytest.fixture(scope="session")
+def write_experiment():
+    def write(folder, experiment):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EXPERIMENT_FILE).write_text(json.dumps(experiment.model_dump(mode="json")))
+
+    return write

@@ -1,0 +1,278 @@
+"""Real `nvflare simulator` processes, each in its own session, none of which is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from fedbn.experiment import read_stores, run_federation
+from fedbn.settings import read_experiment
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = REPOSITORY / "jobs" / "abide_fedbn"
+N_ROIS = 12
+N_EDGES = N_ROIS * (N_ROIS - 1) // 2
+SECONDS = 240
+
+RECORDER = '''
+import os
+import sys
+
+FOLDER = os.environ.get("FRAMES_FOLDER")
+
+
+class Hook:
+    """Wraps the one method through which each message of a process leaves it."""
+
+    name = "nvflare.fuel.f3.sfm.sfm_conn"
+
+    def find_spec(self, name, path, target=None):
+        if name != self.name:
+            return None
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            send = module.SfmConnection.__init__
+
+            def init(connection, conn, *args, **kwargs):
+                frame = conn.send_frame
+
+                def recorded(data):
+                    with open(os.path.join(FOLDER, f"{os.getpid()}.bin"), "ab") as file:
+                        file.write(bytes(data))
+                    return frame(data)
+
+                conn.send_frame = recorded
+                send(connection, conn, *args, **kwargs)
+
+            module.SfmConnection.__init__ = init
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if FOLDER:
+    sys.meta_path.insert(0, Hook())
+'''
+
+
+def group_members(group):
+    """Return the living processes of one process group, by /proc."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == group and fields[0] not in "ZX":
+                    members.append(int(entry.name))
+    return members
+
+
+@dataclass
+class Running:
+    """A process that leads its own session; all of its children end with it."""
+
+    process: subprocess.Popen
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds=SECONDS):
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.output[-4000:]}")
+
+    def wait_until(self, condition, seconds=SECONDS):
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > end:
+                pytest.fail(f"ended or waited in vain:\n{self.output[-4000:]}")
+            time.sleep(0.02)
+
+    def kill(self):
+        """End the whole group at once, as a power cut would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        end = time.monotonic() + 30
+        while (left := group_members(self.process.pid)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left, f"processes {left} of group {self.process.pid} are still there"
+
+
+@contextlib.contextmanager
+def started(command, log, *, cwd, **environment):
+    kept = {k: v for k, v in os.environ.items() if k not in ("FEDBN_DATA", "FRAMES_FOLDER")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env={**kept, "OMP_NUM_THREADS": "1", **environment},
+            start_new_session=True,
+        )
+    running = Running(process, log)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+@dataclass
+class Simulation:
+    """A job folder, a data root and a workspace, and what a run of it left."""
+
+    folder: Path
+    data: Path
+    experiment: object
+    code: int | None = None
+    output: str = ""
+
+    @property
+    def job(self):
+        return self.folder / "job"
+
+    @property
+    def workspace(self):
+        return self.folder / "workspace"
+
+    @property
+    def run_folder(self):
+        return self.workspace / "server" / "simulate_job"
+
+    @property
+    def results(self):
+        return json.loads((self.run_folder / "results.json").read_text())
+
+    @property
+    def shared_file(self):
+        return self.run_folder / "app_server" / "FL_global_model.pt"
+
+    def state(self, site):
+        (found,) = self.workspace.glob(f"*/fedbn_sites/simulate_job/{site}")
+        return found
+
+    def frames(self, name="frames"):
+        return {int(path.stem): path.read_bytes() for path in (self.folder / name).iterdir()}
+
+    @contextlib.contextmanager
+    def start(self, *options, record=False):
+        nvflare = str(Path(sys.executable).with_name("nvflare"))
+        command = [nvflare, "simulator", str(self.job), "-w", str(self.workspace), *options]
+        environment = {"FEDBN_DATA": str(self.data)}
+        if record:
+            hooks, frames = self.folder / "hooks", self.folder / "frames"
+            hooks.mkdir()
+            frames.mkdir()
+            (hooks / "sitecustomize.py").write_text(RECORDER)
+            environment |= {"PYTHONPATH": str(hooks), "FRAMES_FOLDER": str(frames)}
+        with started(command, self.folder / "log.txt", cwd=self.folder, **environment) as running:
+            yield running
+
+    def run(self, *options, record=False):
+        with self.start(*options, record=record) as running:
+            self.code = running.wait()
+        self.output = running.output
+        return self
+
+    def succeeded(self):
+        assert self.code == 0, self.output[-4000:]
+        return self
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory, write_store):
+    """The stores of three sites, of different sizes."""
+    root = tmp_path_factory.mktemp("stores with blanks") / "data"
+    for site, n_subjects in (("NYU", 20), ("UM", 16), ("USM", 24)):
+        write_store(root / site, site, n_subjects=n_subjects)
+    return root
+
+
+@pytest.fixture(scope="session")
+def simulation(tmp_path_factory, data):
+    """Make a copy of the main job with another experiment; `learner` is code for app/custom."""
+
+    def make(*, stores=data, learner=None, workflow=None, **changes):
+        folder = tmp_path_factory.mktemp("run")
+        shutil.copytree(JOB, folder / "job", ignore=shutil.ignore_patterns("__pycache__"))
+        config = folder / "job" / "app" / "config"
+        file = config / "experiment.json"
+        settings = json.loads(file.read_text()) | {
+            "sites": ["NYU", "UM"],
+            "network": {"name": "ConnectomeMLP", "args": {"in_features": N_EDGES, "hidden": [8]}},
+            "rounds": 2,
+            "n_folds": 4,
+            "seed": 5,
+            "compare_with_alone": False,
+        }
+        settings["training"] |= {"batch_size": 16, "local_epochs": 1, "learning_rate": 0.01}
+        file.write_text(json.dumps(settings | changes))
+        if learner is not None:
+            module = folder / "job" / "app" / "custom" / "abide_fedbn_job" / "learner.py"
+            module.write_text(textwrap.dedent(learner))
+            client = config / "config_fed_client.json"
+            text = client.read_text()
+            client.write_text(
+                text.replace("fedbn.flare.learner.FedBNLearner", "abide_fedbn_job.learner.Learner")
+            )
+        if workflow is not None:
+            server = config / "config_fed_server.json"
+            content = json.loads(server.read_text())
+            content["workflows"][0]["args"] |= workflow
+            server.write_text(json.dumps(content))
+        meta = folder / "job" / "meta.json"
+        n_sites = len((settings | changes)["sites"])
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"min_clients": n_sites}))
+        return Simulation(folder, stores, read_experiment(folder / "job"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def in_process():
+    """Run the same experiment without FLARE, on one thread as the job does."""
+
+    def run(simulation, **changes):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            experiment = simulation.experiment.changed(**changes)
+            return run_federation(experiment, read_stores(simulation.data, experiment))
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def fedbn_run(simulation):
+    """One undisturbed run of the main job's wiring, one thread a client, its messages recorded."""
+    return simulation().run("-n", "2", "-t", "2", record=True).succeeded()
+
+
+@pytest.fixture(scope="session")
+def fedavg_run(simulation):
+    """The same with policy "none", where batch norm travels."""
+    return simulation(policy="none").run("-n", "2", "-t", "2", record=True).succeeded()

@@ -1,0 +1,102 @@
+"""The same numbers, whatever carries the weights; nothing half-written after a kill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fedbn.normalization import split
+from fedbn.results import weights_digest
+from fedbn.site import make_network
+from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
+
+pytestmark = pytest.mark.slow
+
+SAME_IN_EVERY_TRANSPORT = ("experiment", "shared_weights_sha256", "across_sites", "synthetic")
+
+
+def assert_same_bits(left, right):
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+def assert_equals_in_process(run, result):
+    """Compare weights, site states and all scores of a simulator run and an in-process run."""
+    shared, facts = load_checkpoint(run.shared_file, SHARED_WEIGHTS)
+    assert_same_bits(shared, result.shared)
+    assert run.results["shared_weights_sha256"] == weights_digest(shared)
+    assert facts["policy"] == run.experiment.policy
+    for site in run.experiment.sites:
+        local, meta = load_checkpoint(run.state(site) / "local_entries.pt", LOCAL_ENTRIES)
+        assert_same_bits(local, result.local[site])
+        assert meta["round"] == run.experiment.rounds - 1
+    found, expected = run.results, result.report
+    for key in SAME_IN_EVERY_TRANSPORT:
+        assert found[key] == expected[key], key
+    for site, scores in expected["sites"].items():
+        assert {key: found["sites"][site][key] for key in scores} == scores
+    assert [record["accepted"] for record in found["rounds"]] == [
+        record["accepted"] for record in expected["rounds"]
+    ]
+
+
+def test_a_thread_for_each_client_equals_the_in_process_run(fedbn_run, in_process):
+    result = in_process(fedbn_run)
+    assert_equals_in_process(fedbn_run, result)
+    locals_ = list(result.local.values())
+    assert not torch.equal(*(entries["hidden.0.norm.running_mean"] for entries in locals_))
+
+
+def test_fedavg_equals_the_in_process_run(fedavg_run, in_process):
+    result = in_process(fedavg_run)
+    assert_equals_in_process(fedavg_run, result)
+    assert "hidden.0.norm.running_mean" in result.shared
+    for entries in result.local.values():
+        assert list(entries) == ["hidden.0.norm.num_batches_tracked"]
+
+
+def test_names_in_another_order_and_silobn_equal_the_in_process_run(simulation, in_process):
+    run = simulation(policy="silobn", compare_with_alone=True, rounds=1)
+    run.run("-c", "UM,NYU", "-t", "2").succeeded()
+    result = in_process(run)
+    assert_equals_in_process(run, result)
+    assert "alone" in run.results["sites"]["NYU"]
+    assert "hidden.0.norm.weight" in result.shared
+    assert "hidden.0.norm.running_var" in result.local["UM"]
+    assert {site: report["client"] for site, report in run.results["sites"].items()} == {
+        "NYU": "NYU",
+        "UM": "UM",
+    }
+
+
+def test_a_killed_run_leaves_nothing_half_written_and_the_next_one_is_undisturbed(
+    simulation, fedbn_run, in_process
+):
+    """The second run is the bare command: one thread, so that each task is a new process."""
+    run = simulation()
+    with run.start("-n", "2", "-t", "2") as running:
+        running.wait_until(lambda: list(run.workspace.glob("*/fedbn_sites/**/round_000000.npz")))
+        running.kill()
+    files = [path for path in run.workspace.rglob("*") if path.is_file()]
+    checkpoints = [path for path in files if path.suffix == ".pt"]
+    assert any(path.name == "local_entries.pt" for path in checkpoints)
+    for path in checkpoints:
+        assert torch.load(path, weights_only=True)["format"]
+    for path in (path for path in files if path.suffix == ".npz"):
+        with np.load(path) as arrays:
+            assert arrays.files
+    assert not run.run_folder.joinpath("results.json").exists()
+
+    run.run("-n", "2").succeeded()
+    assert not [path for path in run.workspace.rglob("*.tmp") if "fedbn_sites" in str(path)]
+    assert_equals_in_process(run, in_process(run))
+    assert run.results["shared_weights_sha256"] == fedbn_run.results["shared_weights_sha256"]
+    assert run.results["sites"]["UM"]["curve"] == fedbn_run.results["sites"]["UM"]["curve"]
+
+
+def test_the_network_of_the_runs_has_what_the_tests_look_for(fedbn_run):
+    network, partition = make_network(fedbn_run.experiment)
+    assert partition == split(network, "fedbn")
+    assert len(partition.local) == 5
