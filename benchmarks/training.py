@@ -26,10 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fedbn.networks import ConnectomeMLP, PackedDropout, build_network
-from fedbn.training import TrainingSettings, derive_seed, train_epochs
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from fedbn.networks import ConnectomeMLP, PackedDropout, build_network
+from fedbn.training import TrainingSettings, derive_seed, train_epochs
 
 SEED = 0
 RANDOM_SHAPE = (1300, 6105)

@@ -192,6 +192,8 @@ class Site:
         local: Mapping[str, torch.Tensor],
         round_number: int,
         on_epoch: Callable[[int, float], None] | None = None,
+        *,
+        proximal: bool = True,
     ) -> RoundResult:
         """Do this site's part of one round.
 
@@ -205,15 +207,20 @@ class Site:
             Counts from 0; with the seed and the site's name it decides the order of the batches.
         on_epoch
             Called with the epoch and its loss.
+        proximal
+            Whether the experiment's FedProx term applies; it has no meaning without other sites.
         """
         before = self.evaluate(shared, local)
         inputs, targets = self.training_data
+        training = self.experiment.training
+        if not proximal:
+            training = training.model_copy(update={"proximal_mu": 0.0})
         started = time.perf_counter()
         outcome = train_epochs(
             self.network,
             inputs,
             targets,
-            self.experiment.training,
+            training,
             seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
             shared_names=self.partition.shared,
             on_epoch=on_epoch,
@@ -249,7 +256,7 @@ class Site:
         """
         shared, local = self.initial_shared(), self.initial_local()
         for round_number in range(self.experiment.rounds):
-            result = self.train_round(shared, local, round_number)
+            result = self.train_round(shared, local, round_number, proximal=False)
             shared, local = result.shared, result.local
             if on_round is not None:
                 on_round(round_number)

@@ -10,9 +10,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from fedbn.aggregation import LARGEST_ADDEND, ContributionError, WeightedMean
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fedbn.aggregation import LARGEST_ADDEND, ContributionError, WeightedMean
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 SUBNORMAL = 2.0**-149

@@ -6,6 +6,10 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from fedbn.evaluation import (
     AFTER_TRAINING,
     BEFORE_TRAINING,
@@ -19,9 +23,6 @@ from fedbn.evaluation import (
     subject_scores,
 )
 from fedbn.networks import build_network
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 
 def make_network():

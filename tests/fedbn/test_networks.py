@@ -3,6 +3,10 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from fedbn.networks import (
     DROPOUT_RESOLUTION,
     ConnectomeMLP,
@@ -11,9 +15,6 @@ from fedbn.networks import (
     _packed_bernoulli,
     build_network,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
 from fedbn.normalization import (
     POLICIES,
     NoBatchNormError,
@@ -13,9 +17,6 @@ from fedbn.normalization import (
     split,
     unwrap_model,
 )
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel
 
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
+from data_prep.site_store import default_data_root
 from fedbn.settings import (
     EXPERIMENT_FILE,
     Experiment,
     ExperimentError,
     read_experiment,
 )
-from pydantic import ValidationError
-
-from data_prep.site_store import default_data_root
 
 
 def written(folder, content):
@@ -212,7 +212,7 @@ def test_values_that_would_fail_late_are_refused_at_once(field, value):
         Experiment().changed(**{field: value})
 
 
-@pytest.mark.parametrize("client", ["site-01", "site-٣"])  # noqa: RUF001 - an Arabic digit
+@pytest.mark.parametrize("client", ["site-01", "site-٣"])
 def test_only_the_simulators_own_spelling_of_a_number_is_a_site(client):
     with pytest.raises(ExperimentError, match="is not a site of this job"):
         Experiment().site_of(client)

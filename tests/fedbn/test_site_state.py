@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from fedbn.site_state import (
     COMPLETE_MODEL,
     FORMAT,

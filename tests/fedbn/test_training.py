@@ -3,6 +3,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from fedbn.networks import ConnectomeMLP, build_network
 from fedbn.normalization import split
 from fedbn.training import (
@@ -12,9 +16,6 @@ from fedbn.training import (
     proximal_term,
     train_epochs,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 N_FEATURES = 12
 STORED_SEEDS = (7520536977032167579, 3550557372503273953)
