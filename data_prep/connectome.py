@@ -34,10 +34,10 @@ NEGATIVE_RULES = ("keep", "zero")
 
 # |r| is held below this before Fisher's z, so that z stays finite: at most 8.4.
 LARGEST_CORRELATION = 1.0 - 1e-7
-# A column whose spread is below this share of its size holds rounding and no signal.
+# A column whose spread is below this share of its mean holds rounding and no signal.
 RELATIVE_SILENCE = 1e-12
 # Windows treated together: their matrices stay in the processor's cache.
-WINDOWS_AT_ONCE = 16
+WINDOWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ def correlation_connectomes(
         raise ValueError(
             f"out is {out.dtype} {out.shape}, expected float32 {(len(starts), n_edges)}"
         )
-    # (n_windows, n_rois, length), a view on the series
-    windows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(series.T), length, 1)
-    windows = windows.transpose(1, 0, 2)[:: stride or 1]
+    # (n_windows, length, n_rois), a view on the series
+    windows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(series), length, 0)
+    windows = windows.transpose(0, 2, 1)[:: stride or 1]
     chunks = [slice(b, b + WINDOWS_AT_ONCE) for b in range(0, len(starts), WINDOWS_AT_ONCE)]
     n_threads = min(n_threads or _available_cores(), len(chunks))
 
@@ -202,8 +202,8 @@ class _Buffers:
     @classmethod
     def allocate(cls, n: int, n_rois: int, length: int) -> "_Buffers":
         return cls(
-            x=np.empty((n, n_rois, length)),
-            transposed=np.empty((n, length, n_rois)),
+            x=np.empty((n, length, n_rois)),
+            transposed=np.empty((n, n_rois, length)),
             products=np.empty((n, n_rois, n_rois)),
             r=np.empty((n, n_rois * (n_rois - 1) // 2)),
         )
@@ -216,15 +216,15 @@ class _Buffers:
 def _correlate(
     windows: np.ndarray, settings: ConnectomeSettings, buffers: _Buffers, out: np.ndarray
 ) -> None:
-    """Write the connectomes of some windows, (n, n_rois, length), to `out`, (n, n_edges)."""
-    n, n_rois, _ = windows.shape
+    """Write the connectomes of some windows, (n, length, n_rois), to `out`, (n, n_edges)."""
+    n, _, n_rois = windows.shape
     buffers = buffers.first(n)
     x, r = buffers.x, buffers.r
     x[...] = windows
     active = _to_unit_norm(x)
     # A separate transposed operand: NumPy's product of an array with its own view is slower.
     buffers.transposed[...] = x.transpose(0, 2, 1)
-    products = np.matmul(x, buffers.transposed, out=buffers.products)
+    products = np.matmul(buffers.transposed, x, out=buffers.products)
     np.take(products.reshape(n, -1), _upper_triangle(n_rois), axis=1, out=r, mode="clip")
     if settings.estimator == "ledoit-wolf":
         r *= _ledoit_wolf_factor(x, r, active)[:, np.newaxis]
@@ -240,7 +240,7 @@ def _to_unit_norm(x: np.ndarray) -> np.ndarray:
 
     Parameters
     ----------
-    x : np.ndarray, shape (n, n_rois, length)
+    x : np.ndarray, shape (n, length, n_rois)
         Overwritten; an ROI without signal becomes zero.
 
     Returns
@@ -248,13 +248,14 @@ def _to_unit_norm(x: np.ndarray) -> np.ndarray:
     np.ndarray, float64, shape (n,)
         Number of ROIs with signal in each window.
     """
-    largest = np.maximum(x.max(axis=2), -x.min(axis=2))
-    x -= x.mean(axis=2, keepdims=True)
-    norm = np.sqrt(np.einsum("npt,npt->np", x, x))
-    silent = norm <= RELATIVE_SILENCE * math.sqrt(x.shape[2]) * largest
+    _, length, n_rois = x.shape
+    mean = x.mean(axis=1)
+    x -= mean[:, np.newaxis]
+    norm = np.sqrt(np.einsum("ntp,ntp->np", x, x))
+    silent = norm <= RELATIVE_SILENCE * math.sqrt(length) * np.abs(mean)
     norm[silent] = np.inf
-    x /= norm[:, :, np.newaxis]
-    return x.shape[1] - silent.sum(axis=1, dtype=np.float64)
+    x /= norm[:, np.newaxis]
+    return n_rois - silent.sum(axis=1, dtype=np.float64)
 
 
 def _ledoit_wolf_factor(x: np.ndarray, r: np.ndarray, active: np.ndarray) -> np.ndarray:
@@ -267,7 +268,7 @@ def _ledoit_wolf_factor(x: np.ndarray, r: np.ndarray, active: np.ndarray) -> np.
 
     Parameters
     ----------
-    x : np.ndarray, shape (n, n_rois, length)
+    x : np.ndarray, shape (n, length, n_rois)
         Signals of unit norm.
     r : np.ndarray, shape (n, n_edges)
         Their correlations.
@@ -278,12 +279,12 @@ def _ledoit_wolf_factor(x: np.ndarray, r: np.ndarray, active: np.ndarray) -> np.
     -------
     np.ndarray, shape (n,)
     """
-    _, n_rois, length = x.shape
+    _, length, n_rois = x.shape
     c = (length - 1) / length
     mu = c * active / n_rois
     # Squared Frobenius norm of S, and the mean over time of each sample's own.
     norm_s = c * c * (active + 2.0 * np.einsum("ne,ne->n", r, r))
-    of_sample = np.einsum("npt,npt->nt", x, x)
+    of_sample = np.einsum("ntp,ntp->nt", x, x)
     mean_norm = (length - 1) ** 2 / length * np.einsum("nt,nt->n", of_sample, of_sample)
     spread = norm_s - n_rois * mu**2
     noise = np.minimum((mean_norm - norm_s) / length, spread)

@@ -114,7 +114,12 @@ class Preparation:
         str
             SHA-256 in hexadecimal.
         """
-        content = {"format": FORMAT_VERSION, "site": site, "inputs": inputs, **self.describe()}
+        content = {
+            "version": [version("fedbn"), FORMAT_VERSION],
+            "site": site,
+            "inputs": inputs,
+            **self.describe(),
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

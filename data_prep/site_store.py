@@ -326,7 +326,7 @@ def default_data_root() -> Path:
     Path
     """
     named = os.environ.get("FEDBN_DATA")
-    return Path(named) if named else Path.home() / "fedbn_data"
+    return Path(named).expanduser() if named else Path.home() / "fedbn_data"
 
 
 def _read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -656,7 +656,7 @@ def _write_tables(
 def _field(value: object) -> str:
     if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
         return MISSING
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = str(value)
     if any(mark in text for mark in "\t\r\n"):
         raise StoreError(f"{text!r} holds a tab or a line break, which a table cannot store")
     return text

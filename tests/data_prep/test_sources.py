@@ -7,6 +7,7 @@ from data_prep.harvard_oxford import ROIS
 from data_prep.sources import (
     ABIDE_SITES,
     SourceError,
+    fetch_abide,
     find_abide,
     join_abide_site,
     read_abide_subject,
@@ -226,3 +227,30 @@ def test_real_abide_is_what_nilearn_reads(abide_source):
         assert subject.diagnosis == {1: "autism", 2: "control"}[row["DX_GROUP"]]
         assert subject.age == row["AGE_AT_SCAN"]
         np.testing.assert_array_equal(subject.series, series)
+
+
+# ---------------------------------------------------------------------------------------- download
+
+
+def test_download_asks_nilearn_for_the_paper_s_derivative(small_abide, monkeypatch):
+    from nilearn import datasets
+
+    asked = {}
+    monkeypatch.setattr(datasets, "fetch_abide_pcp", lambda **kwargs: asked.update(kwargs))
+    monkeypatch.setenv("NILEARN_DATA", str(small_abide.root))
+    assert fetch_abide(["UM", "UCLA"]) == small_abide.folder
+    assert asked["SITE_ID"] == ["UM_1", "UCLA_1"]
+    assert asked["derivatives"] == ["rois_ho"]
+    assert (asked["pipeline"], asked["band_pass_filtering"]) == ("cpac", True)
+    assert asked["global_signal_regression"] is False
+
+
+def test_a_failed_download_is_one_sentence(monkeypatch, tmp_path):
+    from nilearn import datasets
+
+    def fail(**_):
+        raise OSError("no route to host\nand a long trace")
+
+    monkeypatch.setattr(datasets, "fetch_abide_pcp", fail)
+    with pytest.raises(SourceError, match=r"could not be downloaded \(no route to host\); name a"):
+        fetch_abide(["UM"], tmp_path)
