@@ -108,7 +108,7 @@ def cross_validate_command(
     with _one_sentence():
         from dataclasses import asdict
 
-        from fedbn.experiment import cross_validate, read_stores
+        from fedbn.experiment import cross_validate, plan_runs, read_stores
         from fedbn.report.tables import cross_validation_table
 
         experiment = read_experiment(job)
@@ -128,17 +128,16 @@ def cross_validate_command(
             training={**experiment.training.model_dump(), **training},
         )
         root = data or default_data_root()
+        runs = plan_runs(experiment, policies.split(","), range(seeds), _numbers("folds", folds))
+        # A fault in the data is told once, before any process starts.
         synthetic = any(store.is_synthetic for store in read_stores(root, experiment).values())
         with _progress() as progress:
-            task = progress.add_task("runs", total=None)
+            task = progress.add_task("runs", total=len(runs))
             scores = cross_validate(
-                experiment,
+                runs,
                 root,
-                policies.split(","),
-                range(seeds),
-                folds=None if folds is None else [int(fold) for fold in folds.split(",")],
                 processes=jobs or os.cpu_count() or 1,
-                on_run=lambda done, total: progress.update(task, completed=done, total=total),
+                on_run=lambda done: progress.update(task, completed=done),
             )
         screen.print(cross_validation_table(scores, synthetic=synthetic))
         if out is not None:
@@ -172,6 +171,15 @@ def _results_file(folder: Path) -> Path:
         what = "no results.json" if not found else f"{len(found)} files results.json"
         raise ValueError(f"{what} in {folder}; give the file, or the folder of one finished run")
     return found[0]
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--{option} takes whole numbers with commas, got {text!r}") from error
 
 
 def _changed(experiment: Experiment, **changes: object) -> Experiment:

@@ -134,17 +134,13 @@ class Score:
     metrics: dict[str, dict[str, Any]]
 
 
-def cross_validate(
+def plan_runs(
     experiment: Experiment,
-    data_root: Path,
     policies: Sequence[str],
     seeds: Sequence[int],
-    *,
     folds: Sequence[int] | None = None,
-    processes: int = 1,
-    on_run: Callable[[int, int], None] | None = None,
-) -> list[Score]:
-    """Repeat an experiment over policies, folds and seeds, each run on one CPU thread.
+) -> list[Experiment]:
+    """Repeat an experiment over policies, folds and seeds.
 
     All policies see the same splits, initial weights and order of batches, so that differences
     are paired. Each site is also trained alone, once a fold and seed, if the experiment says so.
@@ -153,26 +149,19 @@ def cross_validate(
     ----------
     experiment
         What to run; its policy, fold and seed are replaced.
-    data_root
-        Folder with one store a site.
     policies
         Names of policies.
     seeds
         Each gives other folds, initial weights and orders of batches.
     folds
         Which folds to hold out; all of them if ``None``.
-    processes
-        How many runs at a time.
-    on_run
-        Called with the number of finished runs and of all runs.
 
-    Returns
-    -------
-    list of Score
-        Sorted by method, seed, fold, and the experiment's order of sites.
+    Raises
+    ------
+    fedbn.settings.ExperimentError
+        If a policy, seed or fold is none.
     """
-    folds = range(experiment.n_folds) if folds is None else folds
-    runs = [
+    return [
         experiment.changed(
             policy=policy,
             fold=fold,
@@ -180,24 +169,49 @@ def cross_validate(
             compare_with_alone=experiment.compare_with_alone and policy == policies[0],
         )
         for seed in seeds
-        for fold in folds
+        for fold in (range(experiment.n_folds) if folds is None else folds)
         for policy in policies
     ]
-    read_stores(data_root, experiment)  # a fault in the data is told once, before any process
-    scores: list[Score] = []
+
+
+def cross_validate(
+    runs: Sequence[Experiment],
+    data_root: Path,
+    *,
+    processes: int = 1,
+    on_run: Callable[[int], None] | None = None,
+) -> list[Score]:
+    """Run many experiments, several at a time, each on one CPU thread.
+
+    Parameters
+    ----------
+    runs
+        From :func:`plan_runs`.
+    data_root
+        Folder with one store a site.
+    processes
+        How many runs at a time.
+    on_run
+        Called with the number of finished runs.
+
+    Returns
+    -------
+    list of Score
+        In the order of `runs`; within one, of its sites.
+    """
+    scores: list[list[Score]] = [[] for _ in runs]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        futures = [pool.submit(_scores_of_run, run, data_root) for run in runs]
+        numbers = {pool.submit(_scores_of_run, run, data_root): k for k, run in enumerate(runs)}
         try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                scores.extend(future.result())
+            for done, future in enumerate(as_completed(numbers), start=1):
+                scores[numbers[future]] = future.result()
                 if on_run is not None:
-                    on_run(done, len(runs))
+                    on_run(done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    order = {site: index for index, site in enumerate(experiment.sites)}
-    return sorted(scores, key=lambda s: (s.method, s.seed, s.fold, order[s.site]))
+    return [score for of_run in scores for score in of_run]
 
 
 def _scores_of_run(experiment: Experiment, data_root: Path) -> list[Score]:

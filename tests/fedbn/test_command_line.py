@@ -1,0 +1,127 @@
+"""The console command, as a person meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedbn.__main__ import app
+from fedbn.experiment import read_stores, run_federation
+from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
+from fedbn.settings import read_experiment
+
+
+@pytest.fixture
+def job(tmp_path, write_experiment, experiment):
+    folder = tmp_path / "job"
+    write_experiment(folder / "app" / "config", experiment(compare_with_alone=True))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_run_prints_the_gain_of_each_site_and_writes_the_results(job, data_root, tmp_path):
+    done = invoke("run", job, "--data", data_root, "--out", tmp_path / "results.json")
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "results.json").read_text())
+    experiment = read_experiment(job)
+    expected = run_federation(experiment, read_stores(data_root, experiment)).report
+    assert results == json.loads(json.dumps(expected))
+    assert results["shared_weights_sha256"] in done.output.replace("\n", "")
+    again = invoke("results", tmp_path / "results.json")
+    assert again.exit_code == 0
+    for site, report in results["sites"].items():
+        row = next(line for line in again.output.splitlines() if line.split()[:1] == [site])
+        assert f"{100 * report['federated']['subject']['accuracy']:.1f}" in row.split()
+        assert f"{100 * report['alone']['subject']['accuracy']:.1f}" in row.split()
+
+
+@pytest.mark.parametrize(
+    ("change", "value"), [("--fold", 1), ("--seed", 6), ("--policy", "none"), ("--rounds", 1)]
+)
+def test_run_changes_what_it_is_told_to(job, data_root, tmp_path, change, value):
+    digests = set()
+    for name, arguments in (("a", ()), ("b", (change, value))):
+        out = tmp_path / f"{name}.json"
+        assert invoke("run", job, "--data", data_root, "--out", out, *arguments).exit_code == 0
+        digests.add(json.loads(out.read_text())["shared_weights_sha256"])
+    assert len(digests) == 2
+
+
+def test_a_workspace_with_one_run_is_enough_to_print_its_results(job, data_root, tmp_path):
+    workspace = tmp_path / "workspace"
+    folder = workspace / "server" / "simulate_job"
+    folder.mkdir(parents=True)
+    assert invoke("run", job, "--data", data_root, "--out", folder / "results.json").exit_code == 0
+    assert "what each site gained" in invoke("results", workspace).output
+
+
+@pytest.mark.slow
+def test_cross_validation_repeats_single_runs(job, data_root, tmp_path):
+    out = tmp_path / "scores.json"
+    done = invoke(
+        "cross-validate", job, "--data", data_root, "--policies", "fedbn,none", "--folds", "0,2",
+        "--seeds", 2, "--jobs", 2, "--out", out,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    scores = json.loads(out.read_text())
+    assert len(scores) == 3 * 2 * 2 * 2  # methods (alone too), folds, seeds, sites
+    experiment = read_experiment(job).changed(policy="none", fold=2, seed=1)
+    report = run_federation(experiment, read_stores(data_root, experiment)).report
+    for site in experiment.sites:
+        score = next(
+            s for s in scores
+            if (s["method"], s["site"], s["fold"], s["seed"]) == ("none", site, 2, 1)
+        )  # fmt: skip
+        assert score["metrics"] == report["sites"][site]["federated"]
+    values = [
+        100 * s["metrics"]["subject"]["accuracy"]
+        for s in scores
+        if s["method"] == "none" and s["site"] == "NYU"
+    ]
+    row = next(line for line in done.output.splitlines() if line.split()[:1] == ["none"])
+    assert f"{sum(values) / len(values):.1f}" in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "no/such/job"], "no experiment file"),
+        (["run", "JOB", "--data", "no/such/folder"], "NYU"),
+        (["run", "JOB", "--data", "DATA", "--policy", "fedbm"], "policy"),
+        (["run", "JOB", "--data", "DATA", "--fold", "9"], "fold is 9"),
+        (["cross-validate", "JOB", "--data", "DATA", "--policies", "fedbn,x"], "policy"),
+        (["cross-validate", "JOB", "--data", "DATA", "--folds", "0,a"], "folds"),
+        (["results", "no/such/folder"], "no results.json"),
+        (["results", "EXPERIMENT"], "not a results file"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(job, data_root, arguments, sentence):
+    experiment = job / "app" / "config" / "experiment.json"
+    named = {"JOB": job, "DATA": data_root, "EXPERIMENT": experiment}
+    done = invoke(*(named.get(argument, argument) for argument in arguments))
+    assert done.exit_code == 1
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("synthetic", [True, False])
+def test_tables_say_when_a_cohort_is_synthetic(data_root, experiment, synthetic):
+    small = experiment()
+    report = run_federation(small, read_stores(data_root, small)).report
+    text = render(run_tables({**report, "synthetic": synthetic}))
+    assert text.count(SYNTHETIC.splitlines()[0]) == (2 if synthetic else 0)
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment):
+    small = experiment()
+    report = run_federation(small, read_stores(data_root, small)).report
+    del report["sites"]["UM"]["curve"][0]
+    curve = render(run_tables(report)).splitlines()
+    assert any("absent" in line for line in curve)
