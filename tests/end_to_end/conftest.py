@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fedbn.experiment import read_stores, run_federation
 from fedbn.settings import read_experiment
 

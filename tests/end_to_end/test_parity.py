@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from fedbn.normalization import split
 from fedbn.results import weights_digest
 from fedbn.site import make_network

@@ -85,4 +85,5 @@ def redacted(text: str, folders: Iterable[Path | str] = ()) -> str:
     for folder in sorted((str(folder) for folder in folders), key=len, reverse=True):
         if folder.strip("./\\"):
             text = re.sub(rf"(?<![\w.]){re.escape(folder)}(?!\w)", "/path", text)
-    return _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))
+    text = _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))
+    return re.sub("(<path>)+", "<path>", text)

@@ -116,9 +116,10 @@ class FedBNLearner(ModelLearner):
             site = f"site {self._site_name()!r}"
             if site not in sentence:
                 sentence = f"{site}: {sentence}"
-            self.error(sentence)
+            # No event: a job could have FLARE send it to the server with all that it names.
+            self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
-                self.exception("not foreseen, please report it")
+                self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
             folders = [self._data_root(), self.data_root, self.workspace_root]
             sentence = redacted(sentence, [folder for folder in folders if folder])
             return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})

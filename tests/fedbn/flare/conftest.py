@@ -1,0 +1,130 @@
+"""FLARE's contexts and engine in memory: components as they are, without any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fedbn.flare.job import PURPOSE, REPORT
+from fedbn.flare.learner import FedBNLearner
+from fedbn.flare.persistor import SharedModelPersistor
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+
+class Workspace:
+    def __init__(self, root: Path):
+        self.root = root
+
+    def get_root_dir(self):
+        return str(self.root)
+
+    def get_run_dir(self, job):
+        return str(self.root / job)
+
+    def get_app_dir(self, job):
+        return str(self.root / job / "app")
+
+    def get_app_config_dir(self, job):
+        return str(self.root / job / "app" / "config")
+
+
+class Engine:
+    """Knows components, and remembers the events that are fired, with their data."""
+
+    def __init__(self, root: Path, **components):
+        self.workspace = Workspace(root)
+        self.components = components
+        self.events = []
+
+    def get_workspace(self):
+        return self.workspace
+
+    def get_component(self, name):
+        return self.components.get(name)
+
+    def get_clients(self):
+        return []
+
+    def fire_event(self, event_type, fl_ctx):
+        self.events.append((event_type, fl_ctx.get_prop(FLContextKey.EVENT_DATA)))
+
+    @property
+    def panics(self):
+        return [data for kind, data in self.events if kind == EventType.FATAL_SYSTEM_ERROR]
+
+
+@pytest.fixture
+def make_context(tmp_path, write_experiment):
+    """Deploy an experiment to one FLARE process and return its context."""
+
+    def make(experiment, name="server", job="job-1", **components):
+        root = tmp_path / "workspaces" / name
+        write_experiment(root / job / "app" / "config", experiment)
+        context = FLContext()
+        context.set_prop(ReservedKey.ENGINE, Engine(root, **components), private=True, sticky=False)
+        context.set_prop(ReservedKey.RUN_NUM, job, private=False, sticky=True)
+        context.set_prop(ReservedKey.IDENTITY_NAME, name, private=False, sticky=True)
+        app = str(root / job / "app")
+        context.set_prop(FLContextKey.APP_ROOT, app, private=True, sticky=True)
+        return context
+
+    return make
+
+
+@pytest.fixture
+def make_persistor(make_context):
+    def make(experiment, **arguments):
+        persistor = SharedModelPersistor(**arguments)
+        context = make_context(experiment, persistor=persistor)
+        persistor.handle_event(EventType.START_RUN, context)
+        return persistor, context
+
+    return make
+
+
+class Client:
+    """One site's learner; `restart` builds it anew, as the simulator does for every task."""
+
+    def __init__(self, make_context, experiment, name, **arguments):
+        self.make = lambda: (FedBNLearner(**arguments), make_context(experiment, name))
+        self.restart()
+
+    def restart(self):
+        self.learner, context = self.make()
+        self.engine = context.get_engine()
+        self.learner.fl_ctx = context
+        self.learner.engine = self.engine
+        self.learner.site_name = context.get_identity_name()
+        self.learner.job_id = context.get_job_id()
+        self.learner.workspace_root = self.engine.get_workspace().get_root_dir()
+        self.learner.abort_signal = Signal()
+
+    @property
+    def state_folder(self):
+        (folder,) = Path(self.learner.workspace_root).glob("fedbn_sites/*/*")
+        return folder
+
+    def ask(self, purpose, params=None, number=0, prepared=()):
+        """Send one task, and return the report of the answer and the answer."""
+        message = FLModel(
+            params_type=None if params is None else ParamsType.FULL,
+            params=params,
+            metrics={} if params is None else None,
+            current_round=number,
+            meta={REPORT: {PURPOSE: purpose, "prepared": list(prepared)}},
+        )
+        task = self.learner.train if purpose == "train" else self.learner.validate
+        answer = task(message)
+        return answer.meta[REPORT], answer
+
+
+@pytest.fixture
+def make_client(make_context, data_root):
+    def make(experiment, name="NYU", **arguments):
+        return Client(make_context, experiment, name, **{"data_root": str(data_root), **arguments})
+
+    return make
