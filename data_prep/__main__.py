@@ -265,7 +265,7 @@ def synthetic(
     seed: Annotated[int, typer.Option(help="Seed of the cohort, and of folds if any.")] = 0,
     subjects: Annotated[
         int | None,
-        typer.Option(help="Subjects at each site. Default: 44 to 60.", show_default=False),
+        typer.Option(help="Subjects at each site. Default: 40 to 52.", show_default=False),
     ] = None,
     no_shift: Annotated[
         bool, typer.Option("--no-shift", help="Give all sites the same scanner.")

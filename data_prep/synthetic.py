@@ -34,7 +34,7 @@ GENERATOR_VERSION = 1
 N_NETWORKS = 10
 N_DISEASE_ROIS = 24
 # Weight of the disease's common signal: mean in controls, what autism adds, spread over subjects.
-DISEASE_BASE, DISEASE_EFFECT, DISEASE_SPREAD = 0.35, 0.45, 0.12
+DISEASE_BASE, DISEASE_EFFECT, DISEASE_SPREAD = 0.35, 0.4, 0.12
 # How far a subject's own network loadings stray from the population's.
 SUBJECT_SPREAD = 0.2
 # Correlation of a signal with itself one time point later.
@@ -74,10 +74,10 @@ class Site:
 
 
 SITES: Mapping[str, Site] = {
-    "NYU": Site(60, 112, Acquisition(0.2, 0.5, 0.3, 0.0)),
-    "USM": Site(44, 96, Acquisition(0.9, 0.5, 0.6, 0.7)),
-    "UM": Site(52, 112, Acquisition(0.1, 0.7, 0.5, -0.1)),
-    "UCLA": Site(48, 80, Acquisition(0.5, 0.3, 0.8, 0.6)),
+    "NYU": Site(52, 112, Acquisition(0.2, 0.5, 0.3, 0.0)),
+    "USM": Site(40, 96, Acquisition(0.9, 0.5, 0.6, 0.7)),
+    "UM": Site(44, 112, Acquisition(0.1, 0.7, 0.5, -0.1)),
+    "UCLA": Site(40, 80, Acquisition(0.5, 0.3, 0.8, 0.6)),
 }
 WITHOUT_SHIFT = Acquisition(0.4, 0.5, 0.4, 0.2)
 

@@ -13,6 +13,12 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
+from data_prep.sources import (
+    find_abide,
+    join_abide_site,
+    read_abide_subject,
+    read_phenotypic,
+)
 
 ESTIMATOR = {
     "ledoit-wolf": LedoitWolf(store_precision=False),
@@ -58,6 +64,17 @@ def test_same_values_as_nilearn(rng, estimator, window, stride):
     assert ours.dtype == np.float32
     assert np.abs(expected).max() > 0.5  # the comparison is about something
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["ledoit-wolf", "pearson"])
+def test_same_values_as_nilearn_on_real_scans(abide_source, estimator):
+    folder = find_abide(abide_source)
+    for site in ("NYU", "UCLA"):
+        scan = join_abide_site(folder, site, read_phenotypic(folder)).joined[0]
+        series = read_abide_subject(scan, site).series
+        ours = correlation_connectomes(series, window=32, stride=12, estimator=estimator)
+        expected = nilearn_loop(series, 32, 12, estimator)
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
 def test_estimators_differ(rng):
