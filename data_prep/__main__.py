@@ -29,7 +29,6 @@ from data_prep.sources import (
     ABIDE_SITES,
     PHENOTYPIC,
     AbideSite,
-    SourceError,
     fetch_abide,
     find_abide,
     join_abide_site,
@@ -81,8 +80,11 @@ def one_sentence_errors(command: Command) -> Command:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except (StoreError, SourceError, OSError, ValueError) as error:
-            errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        except (OSError, ValueError) as error:  # StoreError and SourceError are ValueErrors
+            sentence = str(error)
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                sentence = f"{error.filename}: {error.strerror}"
+            errors.print(f"error: {sentence}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(1) from None
 
     return wrapped  # type: ignore[return-value]

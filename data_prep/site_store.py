@@ -620,8 +620,9 @@ def _complete_description(
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"{folder} is a file; choose another place for the store")
+    for place in (folder, folder.parent):
+        if place.exists() and not place.is_dir():
+            raise StoreError(f"{place} is a file; choose another place for the store")
     if folder.is_dir() and not (folder / DESCRIPTION).is_file() and any(folder.iterdir()):
         raise StoreError(
             f"{folder} holds something that is not a site store; choose another place or empty it"

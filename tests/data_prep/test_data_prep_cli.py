@@ -340,6 +340,21 @@ def test_check_without_a_store_says_how_to_make_one(call, tmp_path):
     assert "python -m data_prep" in result.stderr
 
 
+def test_a_place_that_cannot_be_written_is_one_sentence(call, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    options = ("--sites", "UM", "--subjects", 4, "--whole-scan")
+    result = call("synthetic", "--out", tmp_path / "file", *options, code=1)
+    assert f"error: {tmp_path / 'file'} is a file; choose another place" in result.stderr
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "connectomes.npy")
+
+    monkeypatch.setattr("data_prep.site_store._write_connectomes", full)
+    result = call("synthetic", "--out", tmp_path / "new", *options, code=1)
+    assert result.stderr == "error: connectomes.npy: No space left on device\n"
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_the_default_place_is_the_data_root(call, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "named"))
     call("synthetic", "--sites", "UM", "--subjects", 4, "--whole-scan")
