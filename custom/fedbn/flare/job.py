@@ -59,6 +59,8 @@ def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     tensors = {}
     for name, value in arrays.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} of an entry is unknown: it is no text")
         if isinstance(value, torch.Tensor):
             tensors[name] = value
             continue
