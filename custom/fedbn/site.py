@@ -336,6 +336,12 @@ def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
             f"site {name!r}: {n_train} training subjects of {len(folds)} are too few to train "
             f"on, at least {MIN_TRAINING_SUBJECTS} are needed"
         )
+    trained = np.unique(store.labels[~in_test])
+    if len(trained) < 2:
+        raise StoreError(
+            f"site {name!r}: all {n_train} training subjects are of the diagnosis "
+            f"{('control', 'autism')[trained[0]]!r}; training needs both"
+        )
     test_sample = in_test[store.sample_participant]
     train_rows, test_rows = np.flatnonzero(~test_sample), np.flatnonzero(test_sample)
     evaluation.assert_disjoint_subjects(
@@ -387,14 +393,19 @@ def _folds(name: str, store: SiteStore, experiment: Experiment) -> np.ndarray:
             [participant.diagnosis for participant in store.participants],
             experiment.n_folds,
             experiment.seed,
+            site=name,
         )
     folds = np.array([-1 if fold is None else fold for fold in fixed])
     held_out = (store.description.get("folds") or {}).get("held_out")
     if set(folds) != set(range(experiment.n_folds)) or held_out not in (None, experiment.fold):
+        made_for = f"{folds.max() + 1} folds"
+        if held_out is not None:
+            made_for = f"fold {held_out} of {folds.max() + 1}"
+        if -1 in folds:
+            made_for += f" and {int((folds == -1).sum())} subjects in none"
         raise StoreError(
-            f"site {name!r}: its store was made for fold {held_out} of {folds.max() + 1}, but the "
-            f"experiment asks for fold {experiment.fold} of {experiment.n_folds}; "
-            "prepare the store again for this fold"
+            f"site {name!r}: its store was made for {made_for}, but the experiment asks for fold "
+            f"{experiment.fold} of {experiment.n_folds}; prepare the store again for this fold"
         )
     return folds
 

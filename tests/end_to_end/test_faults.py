@@ -1,4 +1,4 @@
-"""What goes wrong at a site or with its data: one sentence, the right exit code, and the rest goes on."""
+"""What goes wrong at a site or in its data: one sentence, an exit code, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+
 from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow

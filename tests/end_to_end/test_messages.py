@@ -34,7 +34,7 @@ def local_entries_after_each_round(run, in_process):
 def test_batch_norm_is_in_no_message_in_either_direction(fedbn_run, in_process):
     frames = fedbn_run.frames()
     assert len(frames) >= 3, "the server's process and one for each client"
-    network, partition = make_network(fedbn_run.experiment)
+    _, partition = make_network(fedbn_run.experiment)
     for name in partition.local:
         assert not in_any(name.encode(), frames), f"the name {name} was sent"
     kept = local_entries_after_each_round(fedbn_run, in_process)
@@ -75,7 +75,6 @@ def test_the_same_reader_finds_shared_entries_in_both_directions(fedbn_run, in_p
 def test_the_same_reader_finds_batch_norm_where_it_travels(fedavg_run, in_process):
     """The other control: under FedAvg names and values of batch norm are seen."""
     frames = fedavg_run.frames()
-    network, partition = make_network(fedavg_run.experiment)
     after_one_round = in_process(fedavg_run, rounds=1)
     for name in (*STATISTICS, "hidden.0.norm.weight", "hidden.0.norm.bias"):
         assert in_any(name.encode(), frames), name

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fedbn.flare.job import PURPOSE, REPORT
-from fedbn.flare.learner import FedBNLearner
-from fedbn.flare.persistor import SharedModelPersistor
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+from fedbn.flare.job import PURPOSE, REPORT
+from fedbn.flare.learner import FedBNLearner
+from fedbn.flare.persistor import SharedModelPersistor
 
 
 class Workspace:

@@ -6,10 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from fedbn.aggregation import ContributionError
-from fedbn.flare.aggregator import FedBNAggregator
-from fedbn.flare.job import REPORT, to_arrays
-from fedbn.site import make_network
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
@@ -18,13 +14,18 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
+from fedbn.aggregation import ContributionError
+from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.job import REPORT, to_arrays
+from fedbn.site import make_network
+
 NAME = "classifier.weight"
 
 
 @pytest.fixture
 def make_aggregator(make_persistor, experiment):
     def make(**changes):
-        persistor, context = make_persistor(experiment(**changes))
+        _, context = make_persistor(experiment(**changes))
         aggregator = FedBNAggregator()
         aggregator.handle_event(EventType.START_RUN, context)
         assert context.get_engine().panics == []

@@ -3,15 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fedbn.flare.filters import BatchNormFilter
-from fedbn.flare.job import REPORT, to_arrays
-from fedbn.settings import ExperimentError
-from fedbn.site import make_network
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+
+from fedbn.flare.filters import BatchNormFilter
+from fedbn.flare.job import REPORT, to_arrays
+from fedbn.settings import ExperimentError
+from fedbn.site import make_network
 
 LAYER = "hidden.0.norm"
 GAMMA_BETA = {f"{LAYER}.weight", f"{LAYER}.bias"}

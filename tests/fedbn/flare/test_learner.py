@@ -6,17 +6,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
-from fedbn.flare.job import to_arrays
-from fedbn.flare.learner import FedBNLearner
-from fedbn.normalization import entries
-from fedbn.site import Site, make_network
-from fedbn.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint
 from nvflare.apis.fl_constant import FLMetaKey, ReturnCode
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.app_constant import ValidateType
 
 from data_prep.site_store import read_site_store
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.flare.job import to_arrays
+from fedbn.flare.learner import FedBNLearner
+from fedbn.normalization import entries
+from fedbn.site import Site, make_network
+from fedbn.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_preflight_that_is_sent_twice_changes_nothing(make_client, experiment)
 
 def test_a_late_site_is_prepared_when_it_is_first_asked(make_client, experiment, shared):
     client = make_client(experiment())
-    report, answer = client.ask("train", shared, 3, prepared=["UM"])
+    report, _ = client.ask("train", shared, 3, prepared=["UM"])
     assert "error" not in report
     assert kept(client)[1]["round"] == 3
 
@@ -189,8 +189,6 @@ def cut(path):
 
 def of_another_site(path):
     tensors, meta = load_checkpoint(path, LOCAL_ENTRIES)
-    from fedbn.site_state import save_checkpoint
-
     save_checkpoint(path, LOCAL_ENTRIES, tensors, meta | {"site": "UM"})
 
 
@@ -324,7 +322,11 @@ def listed_twice(root, write):
 
 PREFLIGHTS = {
     "no store": (lambda root, write: shutil.rmtree(root / "NYU"), {}, "no site store at <path>"),
-    "one class": (rewritten(diagnoses=("autism",)), {}, r"one diagnosis only \(20 of autism\); training needs both"),
+    "one class": (
+        rewritten(diagnoses=("autism",)),
+        {},
+        r"one diagnosis only \(20 of autism\); training needs both",
+    ),
     "three subjects": (rewritten(n_subjects=3), {}, "3 subjects"),
     "another site's": (another_sites, {}, "'UM'"),
     "damaged array": (one_value_changed, {}, "connectomes.npy was changed after the store was"),

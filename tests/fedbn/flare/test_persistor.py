@@ -4,6 +4,9 @@ import re
 
 import pytest
 import torch
+from nvflare.apis.event_type import EventType
+from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
+
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.normalization import entries
 from fedbn.site import make_network
@@ -13,8 +16,6 @@ from fedbn.site_state import (
     load_checkpoint,
     save_checkpoint,
 )
-from nvflare.apis.event_type import EventType
-from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
 
 
 @pytest.mark.parametrize(

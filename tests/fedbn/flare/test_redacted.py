@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from fedbn.flare.job import redacted
 
 
@@ -26,7 +27,11 @@ def test_subjects_and_paths_are_taken_out(text, expected):
     ("folder", "text", "expected"),
     [
         ("/mnt/Dr Smith/scans", "no store at /mnt/Dr Smith/scans/NYU: x", "no store at <path>: x"),
-        ("patients", "no store at patients/NYU, --out patients", "no store at <path>, --out <path>"),
+        (
+            "patients",
+            "no store at patients/NYU, --out patients",
+            "no store at <path>, --out <path>",
+        ),
         ("data", "python -m data_prep, no data/NYU", "python -m data_prep, no <path>"),
         (".", "a sentence. Another.", "a sentence. Another."),
         ("", "nothing given", "nothing given"),

@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import make_reply
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.job import ERROR, PREPARED, PURPOSE, REPORT
+from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.flare.workflow import FedBNWorkflow, RunFailedError
+from fedbn.results import weights_digest
+from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint
+
+SITES = ("NYU", "UM", "USM")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"min_sites": -1}, "min_sites must be a whole number of at least 0, got -1"),
+        ({"min_sites": 2.0}, "min_sites must be a whole number of at least 0, got 2.0"),
+        ({"min_sites": True}, "min_sites must be a whole number of at least 0, got True"),
+        ({"round_seconds": 0}, "round_seconds must be a whole number of at least 1, got 0"),
+        ({"preflight_seconds": "600"}, "preflight_seconds must be .* got '600'"),
+        ({"grace_seconds": -5}, "grace_seconds must be a whole number of at least 0, got -5"),
+        ({"grace_seconds": None}, "grace_seconds must be .* got None"),
+    ],
+)
+def test_arguments_are_checked_on_entry(arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        FedBNWorkflow(**arguments)
+
+
+class Rehearsal(FedBNWorkflow):
+    """The workflow with clients in memory: FLARE's broadcast is a call of each client."""
+
+    clients: dict
+    asked: list
+
+    def broadcast_model(self, data, task_name, targets, callback, timeout, **_):
+        self.standing = {name for name in targets if name not in self.silent}
+        self.deadline = timeout
+        self.asked.append((data.meta[REPORT], data))
+        for name in targets:
+            answer = self.clients[name](data.meta[REPORT][PURPOSE], data)
+            if answer is None:  # nothing comes
+                self.standing.add(name)
+                continue
+            if isinstance(answer, FLModel):
+                answer.meta["client_name"] = name
+                callback(answer)
+            else:
+                self._accept_train_result(name, answer, self.fl_ctx)
+            self.standing.discard(name)
+
+    silent = ()
+    standing = frozenset()
+
+    def get_num_standing_tasks(self):
+        if self.standing and self.cancelled is None:
+            self.ticks += 1
+            if self.ticks > self.deadline * 10:
+                self.standing = set()
+        return int(bool(self.standing))
+
+    cancelled = None
+    ticks = 0
+
+    def cancel_all_tasks(self, *_, **__):
+        self.standing = set()
+
+
+@pytest.fixture
+def good_client(make_client, experiment, write_store, data_root):
+    """Return a function that makes a client which answers all tasks as it should."""
+    write_store(data_root / "USM", "USM")
+
+    def make(name, **changes):
+        client = make_client(experiment(sites=SITES, **changes), name)
+
+        def answer(purpose, data):
+            prepared = data.meta[REPORT][PREPARED]
+            return client.ask(purpose, data.params, data.current_round, prepared)[1]
+
+        answer.client = client
+        return answer
+
+    return make
+
+
+@pytest.fixture
+def make_workflow(make_context, experiment, good_client):
+    def make(arguments=None, connected=SITES, **changes):
+        persistor, aggregator = SharedModelPersistor(), FedBNAggregator()
+        context = make_context(
+            experiment(sites=SITES, **changes), persistor=persistor, aggregator=aggregator
+        )
+        engine = context.get_engine()
+        persistor.handle_event(EventType.START_RUN, context)
+        aggregator.handle_event(EventType.START_RUN, context)
+        engine.get_clients = lambda: [SimpleNamespace(name=name) for name in connected]
+        workflow = Rehearsal(**{"grace_seconds": 0, **(arguments or {})})
+        workflow.asked = []
+        workflow.clients = {
+            name: good_client(name, **changes) for name in connected if name in SITES
+        }
+        workflow.start_controller(context)
+        workflow.abort_signal = Signal()
+        workflow._task_check_period = 0.001
+        return workflow
+
+    return make
+
+
+def results(workflow):
+    return json.loads((Path(workflow.get_run_dir()) / "results.json").read_text())
+
+
+def panics(workflow):
+    return workflow.engine.panics
+
+
+def failing_when(purpose, inner, make_answer):
+    def answer(asked, data):
+        return make_answer(inner(asked, data)) if asked == purpose else inner(asked, data)
+
+    return answer
+
+
+def test_a_run_from_the_preflight_to_the_results(make_workflow, capsys):
+    workflow = make_workflow()
+    workflow.run()
+    assert panics(workflow) == []
+    purposes = [report[PURPOSE] for report, _ in workflow.asked]
+    assert purposes == ["preflight", "train", "train", "final"]
+    found = results(workflow)
+    assert list(found["sites"]) == list(SITES)
+    assert [r["accepted"] for r in found["rounds"]] == [sorted(SITES)] * 2
+    assert found["not_scored"] == {}
+    saved, _ = load_checkpoint(workflow.persistor.path(workflow.fl_ctx), SHARED_WEIGHTS)
+    assert weights_digest(saved) == found["shared_weights_sha256"]
+    assert "what each site gained" in capsys.readouterr().out
+    _, final = workflow.asked[-1]
+    assert all(np.array_equal(final.params[k], v.numpy()) for k, v in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "connected", "reason"),
+    [
+        ({}, ("NYU", "UM", "USMX"), "client 'USMX' is not a site of this job"),
+        ({}, ("NYU", "site-1", "UM"), "two clients stand for site 'NYU'; 'site-1' is one"),
+        ({}, ("NYU", "USM"), "2 sites are connected, the job needs 3; not there: UM"),
+        ({"min_sites": 4}, SITES, "min_sites is 4, but the job has 3 sites"),
+    ],
+)
+def test_the_connected_clients_must_be_the_jobs_sites(make_workflow, arguments, connected, reason):
+    workflow = make_workflow(arguments, connected)
+    workflow.run()
+    (panic,) = panics(workflow)
+    assert reason in panic
+    assert workflow.asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            FLModel(metrics={}, meta={REPORT: {ERROR: "site 'UM': no store at /srv/x"}}),
+            "preflight failed: site 'UM': no store at <path>",
+        ),
+        (FLModel(metrics={}, meta={}), "UM sent an answer that is not fedbn's"),
+        (FLModel(metrics={}, meta={REPORT: {"site": "UM"}}), "does not say what its store holds"),
+        (make_reply(ReturnCode.EXECUTION_EXCEPTION), "UM: it answered with the error code EXEC"),
+        (None, "preflight: no answer within 1 s from UM"),
+    ],
+)
+@pytest.mark.parametrize("min_sites", [0, 2])
+def test_a_failed_preflight_ends_the_job(make_workflow, answer, reason, min_sites):
+    workflow = make_workflow({"preflight_seconds": 1, "min_sites": min_sites})
+    workflow.clients["UM"] = lambda purpose, data: answer
+    workflow.run()
+    if answer is None and min_sites == 2:  # silence is no error: the quorum decides
+        assert panics(workflow) == []
+        return
+    (panic,) = panics(workflow)
+    assert reason in panic
+    assert "\n" not in panic
+    assert len(workflow.asked) == 1
+
+
+def test_stores_that_do_not_fit_end_the_job_with_the_difference(
+    make_workflow, write_store, data_root
+):
+    write_store(data_root / "USM", "USM", atlas="another atlas")
+    workflow = make_workflow()
+    workflow.run()
+    (panic,) = panics(workflow)
+    assert re.search("stores of NYU and USM do not fit together: .*twelve.*another", panic)
+
+
+def with_nan(answer):
+    answer.params["classifier.bias"] = np.full(2, np.nan, np.float32)
+    return answer
+
+
+BAD_ANSWERS = {
+    "nan": (with_nan, "not finite"),
+    "its own error": (
+        lambda _: FLModel(metrics={}, meta={REPORT: {ERROR: "site 'UM': disk full"}}),
+        "disk full",
+    ),
+    "error code": (lambda _: make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR), "FILTER_ERROR"),
+    "silence": (lambda _: None, None),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANSWERS)
+@pytest.mark.parametrize("min_sites", [0, 2])
+def test_a_bad_contribution_costs_itself_or_the_quorum(make_workflow, case, min_sites):
+    change, reason = BAD_ANSWERS[case]
+    workflow = make_workflow({"min_sites": min_sites, "round_seconds": 1})
+    workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], change)
+    workflow.run()
+    if min_sites == 0:
+        (panic,) = panics(workflow)
+        assert panic.startswith("round 0: 2 contributions were accepted, 3 are needed; ")
+        assert (reason or "no answer from UM") in panic
+        return
+    assert panics(workflow) == []
+    for record in results(workflow)["rounds"]:
+        assert record["accepted"] == ["NYU", "USM"]
+        if reason is None:
+            assert (record["missing"], record["refused"]) == (["UM"], {})
+        else:
+            assert record["missing"] == []
+            assert reason in record["refused"]["UM"]
+    assert sorted(results(workflow)["sites"]) == sorted(SITES), "it is scored at the end"
+
+
+def test_bad_answers_do_not_start_the_grace(make_workflow):
+    """Quorum 2: one good and one bad answer are two answers, but not a quorum."""
+    workflow = make_workflow({"min_sites": 2, "grace_seconds": 0, "round_seconds": 60})
+    waited = []
+    usm = workflow.clients["USM"]
+    workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], with_nan)
+    late = {}
+
+    def hesitating(purpose, data):
+        if purpose != "train":
+            return usm(purpose, data)
+        late["data"] = data
+        return None
+
+    workflow.clients["USM"] = hesitating
+    count = workflow.get_num_standing_tasks
+
+    def checked():
+        if workflow.standing:
+            waited.append(len(workflow.aggregator.accepted))
+            if len(waited) % 5 == 0:  # some time later the third site answers
+                answer = usm("train", late["data"])
+                answer.meta["client_name"] = "USM"
+                workflow._callback(answer)
+                workflow.standing = set()
+        return count()
+
+    workflow.get_num_standing_tasks = checked
+    workflow.run()
+    assert panics(workflow) == []
+    assert [r["accepted"] for r in results(workflow)["rounds"]] == [["NYU", "USM"]] * 2
+    assert waited == [1] * 10
+
+
+def test_the_grace_ends_a_round_once_the_quorum_is_met(make_workflow):
+    workflow = make_workflow({"min_sites": 2, "grace_seconds": 0, "round_seconds": 1000})
+    um = workflow.clients["UM"]
+    workflow.clients["UM"] = failing_when("train", um, lambda _: None)
+    cancelled = []
+    cancel = workflow.cancel_all_tasks
+    workflow.cancel_all_tasks = lambda: (cancelled.append(1), cancel())
+    workflow.run()
+    assert panics(workflow) == []
+    assert len(cancelled) == 2
+    assert [r["missing"] for r in results(workflow)["rounds"]] == [["UM"]] * 2
+
+
+def test_a_site_that_joins_late_cannot_lose_its_state_silently(make_workflow):
+    """It was not there at the preflight, so only its first contribution makes it known."""
+    workflow = make_workflow({"min_sites": 2, "preflight_seconds": 1}, rounds=3)
+    um = workflow.clients["UM"]
+
+    def late_and_forgetful(purpose, data):
+        if purpose == "preflight":
+            return None
+        if purpose == "train" and data.current_round == 1:
+            (um.client.state_folder / "local_entries.pt").unlink()
+        um.client.restart()
+        return um(purpose, data)
+
+    workflow.clients["UM"] = late_and_forgetful
+    workflow.run()
+    records = results(workflow)["rounds"]
+    assert records[0]["accepted"] == ["NYU", "UM", "USM"]
+    for record in records[1:]:
+        assert "its batch norm of this job is missing" in record["refused"]["UM"]
+    assert "its batch norm of this job is missing" in results(workflow)["not_scored"]["UM"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda report: report.pop("results"),
+        lambda report: report.update(results="good"),
+        lambda report: report["results"].pop("federated"),
+        lambda report: report["results"].update(curve=[{"round": 0}]),
+        lambda report: report["results"]["federated"]["subject"].update(accuracy="best"),
+        lambda report: report["results"].update(n_test_subjects=float("inf")),
+    ],
+)
+@pytest.mark.parametrize("min_sites", [0, 2])
+def test_results_that_cannot_be_read_cost_only_their_site(make_workflow, spoil, min_sites):
+    workflow = make_workflow({"min_sites": min_sites})
+
+    def spoilt(answer):
+        spoil(answer.meta[REPORT])
+        return answer
+
+    workflow.clients["UM"] = failing_when("final", workflow.clients["UM"], spoilt)
+    workflow.run()
+    found = results(workflow)
+    assert sorted(found["sites"]) == ["NYU", "USM"]
+    assert "its results cannot be read" in found["not_scored"]["UM"]
+    if min_sites == 2:
+        assert panics(workflow) == []
+    else:
+        (panic,) = panics(workflow)
+        assert panic.startswith("2 sites were scored at the end, 3 are needed; UM: its results")
+
+
+def test_no_answer_at_the_end_is_told(make_workflow):
+    workflow = make_workflow({"round_seconds": 1})
+    workflow.clients["UM"] = failing_when("final", workflow.clients["UM"], lambda _: None)
+    workflow.run()
+    (panic,) = panics(workflow)
+    assert "2 sites were scored at the end, 3 are needed; UM: no answer within 1 s" in panic
+    assert sorted(results(workflow)["sites"]) == ["NYU", "USM"]
+
+
+def test_an_aborted_run_stops_without_results(make_workflow):
+    workflow = make_workflow()
+    nyu = workflow.clients["NYU"]
+
+    def stop(purpose, data):
+        if purpose == "train":
+            workflow.abort_signal.trigger("stop")
+        return nyu(purpose, data)
+
+    workflow.clients["NYU"] = stop
+    workflow.silent = ("UM",)
+    workflow.run()
+    assert [report[PURPOSE] for report, _ in workflow.asked] == ["preflight", "train"]
+    with pytest.raises(FileNotFoundError):
+        results(workflow)
+
+
+def test_components_of_another_kind_end_the_job(make_workflow):
+    workflow = make_workflow()
+    workflow.engine.components["aggregator"] = object()
+    workflow.run()
+    assert panics(workflow) == ["component 'aggregator' must be a FedBNAggregator"]
+    workflow = make_workflow()
+    workflow.persistor = None
+    with pytest.raises(RunFailedError, match="'persistor' must be a SharedModelPersistor"):
+        workflow._run()
+
+
+def test_the_model_that_goes_out_holds_shared_entries_alone(make_workflow):
+    workflow = make_workflow()
+    workflow.run()
+    shared = set(workflow.persistor.shared_entries(workflow.fl_ctx))
+    for report, data in workflow.asked:
+        if report[PURPOSE] == "preflight":
+            assert data.params is None
+        else:
+            assert set(data.params) == shared
+            assert data.params_type == ParamsType.FULL
+            assert all(torch.isfinite(torch.from_numpy(v)).all() for v in data.params.values())
