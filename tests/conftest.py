@@ -48,7 +48,7 @@ def write_small_store(
     is_autism = np.repeat([p.diagnosis == "autism" for p in participants], n_windows)
     signal = SIGNAL[:n_edges] if n_edges <= N_EDGES else np.resize(SIGNAL, n_edges)
     values = rng.standard_normal((n_subjects * n_windows, n_edges))
-    values += 0.4 * np.where(is_autism, 1, -1)[:, None] * signal
+    values += 0.12 * np.where(is_autism, 1, -1)[:, None] * signal
     values = values * rng.uniform(0.5, 2) + rng.standard_normal(n_edges)
     if edit is not None:
         edit(values, participants)

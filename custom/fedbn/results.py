@@ -134,8 +134,8 @@ def versions() -> dict[str, str]:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN by ``None``, which JSON has; the reason stands beside it."""
-    if isinstance(value, float) and math.isnan(value):
+    """Replace NaN and infinity by ``None``, which JSON has; the reason stands beside it."""
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
         return {key: without_nan(item) for key, item in value.items()}
