@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ LARGEST_CORRELATION = 1.0 - 1e-7
 # A column whose spread is below this share of its mean holds rounding and no signal.
 RELATIVE_SILENCE = 1e-12
 # Windows treated together: their matrices stay in the processor's cache.
-WINDOWS_AT_ONCE = 8
+WINDOWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,16 @@ def correlation_connectomes(
     chunks = [slice(b, b + WINDOWS_AT_ONCE) for b in range(0, len(starts), WINDOWS_AT_ONCE)]
     n_threads = min(n_threads or _available_cores(), len(chunks))
 
+    spare = _spare_buffers(min(WINDOWS_AT_ONCE, len(starts)), n_rois, length)
+
     def work(first: int) -> None:
-        buffers = _Buffers.allocate(min(WINDOWS_AT_ONCE, len(starts)), n_rois, length)
+        try:
+            buffers = spare.pop()
+        except IndexError:
+            buffers = _Buffers.allocate(min(WINDOWS_AT_ONCE, len(starts)), n_rois, length)
         for chunk in chunks[first::n_threads]:
             _correlate(windows[chunk], settings, buffers, out[chunk])
+        spare.append(buffers)
 
     with _one_blas_thread():
         if n_threads == 1:
@@ -192,7 +198,7 @@ def correlation_connectomes(
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Memory of one thread, used again for every chunk: fresh pages cost more than the work."""
+    """Memory of one thread, used again for every chunk: fresh pages cost as much as the work."""
 
     x: np.ndarray
     transposed: np.ndarray
@@ -211,6 +217,12 @@ class _Buffers:
     def first(self, n: int) -> "_Buffers":
         """Return the part for `n` windows."""
         return _Buffers(self.x[:n], self.transposed[:n], self.products[:n], self.r[:n])
+
+
+@lru_cache(maxsize=1)
+def _spare_buffers(n: int, n_rois: int, length: int) -> list[_Buffers]:
+    """Return the buffers that no thread uses now, kept for the next scan of the same shape."""
+    return []
 
 
 def _correlate(
