@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore, check_compatible, read_site_store
@@ -56,13 +57,35 @@ def read_stores(root: Path, experiment: Experiment) -> dict[str, SiteStore]:
     return stores
 
 
-def run_federation(
+@dataclass(frozen=True)
+class Federation:
+    """A federation after its last round, with its sites still in memory.
+
+    Attributes
+    ----------
+    sites
+        Site name to the site.
+    shared
+        The last shared entries.
+    local
+        Site name to the local entries that the site keeps.
+    predictions
+        Site name, round, and before or after training, to test probabilities (n_test, n_classes).
+    """
+
+    sites: dict[str, Site]
+    shared: dict[str, torch.Tensor]
+    local: dict[str, dict[str, torch.Tensor]]
+    predictions: dict[str, dict[int, dict[str, np.ndarray]]]
+
+
+def federate(
     experiment: Experiment,
     stores: Mapping[str, SiteStore],
     *,
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
-) -> FederationResult:
+) -> Federation:
     """Run all rounds of an experiment over its sites, one after the other, in this process.
 
     Parameters
@@ -83,8 +106,7 @@ def run_federation(
     shared = first.initial_shared()
     local = {name: site.initial_local() for name, site in sites.items()}
     mean = WeightedMean(shared)
-    predictions: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in sites}
-    rounds = []
+    predictions: dict[str, dict[int, dict[str, np.ndarray]]] = {name: {} for name in sites}
     for number in range(experiment.rounds):
         mean.reset()
         for name, site in sites.items():
@@ -97,20 +119,38 @@ def run_federation(
                 AFTER_TRAINING: result.after,
             }
         shared = mean.result()
-        rounds.append({"round": number, "accepted": sorted(sites), "refused": {}, "missing": []})
         if on_round is not None:
             on_round(number)
+    return Federation(sites=sites, shared=shared, local=local, predictions=predictions)
+
+
+def run_federation(
+    experiment: Experiment,
+    stores: Mapping[str, SiteStore],
+    *,
+    device: torch.device | str = "cpu",
+    on_round: Callable[[int], None] | None = None,
+) -> FederationResult:
+    """Run an experiment in this process and report it as a FLARE run would be.
+
+    Parameters are those of :func:`federate`.
+    """
+    federation = federate(experiment, stores, device=device, on_round=on_round)
     reports = {
         name: site_report(
             site,
-            site.evaluate(shared, local[name]),
+            site.evaluate(federation.shared, federation.local[name]),
             site.train_alone() if experiment.compare_with_alone else None,
-            predictions[name],
+            federation.predictions[name],
         )
-        for name, site in sites.items()
+        for name, site in federation.sites.items()
     }
-    report = run_report(experiment, reports, rounds, shared, transport="in process")
-    return FederationResult(shared=shared, local=local, report=report)
+    rounds = [
+        {"round": number, "accepted": sorted(reports), "refused": {}, "missing": []}
+        for number in range(experiment.rounds)
+    ]
+    report = run_report(experiment, reports, rounds, federation.shared, transport="in process")
+    return FederationResult(shared=federation.shared, local=federation.local, report=report)
 
 
 @dataclass(frozen=True)
