@@ -187,7 +187,8 @@ class Simulation:
             hooks.mkdir()
             frames.mkdir()
             (hooks / "sitecustomize.py").write_text(RECORDER)
-            environment |= {"PYTHONPATH": str(hooks), "FRAMES_FOLDER": str(frames)}
+            paths = [str(hooks), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "FRAMES_FOLDER": str(frames)}
         with started(command, self.folder / "log.txt", cwd=self.folder, **environment) as running:
             yield running
 

@@ -134,6 +134,31 @@ def test_not_even_an_error_tells_of_a_subject_or_a_path(faulty_run):
     assert "sub-UM" not in (faulty_run.run_folder / "results.json").read_text()
 
 
+def test_a_deleted_state_ends_the_run_and_is_not_replaced(simulation):
+    deleting = """
+    from pathlib import Path
+
+    from fedbn.flare.learner import FedBNLearner
+
+
+    class Learner(FedBNLearner):
+        def train(self, model):
+            if self.site_name == "site-2" and model.current_round == 1:
+                (path,) = Path(self.workspace_root).glob("fedbn_sites/*/UM/local_entries.pt")
+                path.unlink()
+            return super().train(model)
+    """
+    run = simulation(learner=deleting).run("-n", "2", "-t", "2")
+    assert run.code not in (0, None)
+    assert re.search(
+        r"round 1: 1 contributions were accepted, 2 are needed; refused UM: "
+        r"site 'UM': its batch norm of this job is missing in <path>",
+        run.output,
+    )
+    assert not (run.state("UM") / "local_entries.pt").exists()
+    assert (run.state("NYU") / "local_entries.pt").exists()
+
+
 def test_a_misspelt_site_ends_the_run_with_its_name(simulation):
     run = simulation().run("-c", "NYU,UMX", "-t", "2")
     assert run.code not in (0, None)

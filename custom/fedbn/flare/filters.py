@@ -48,7 +48,7 @@ class BatchNormFilter(DXOFilter):
             raise ValueError(f"policy must be 'fedbn' or 'silobn', got {policy!r}")
         self.policy: Policy = policy
         self.network = network
-        self._shared: frozenset[str] | None = None
+        self._shared: dict[str, frozenset[str]] = {}
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Refuse what cannot be looked into, then remove what may not leave.
@@ -77,14 +77,16 @@ class BatchNormFilter(DXOFilter):
         return dxo
 
     def _shared_names(self, fl_ctx: FLContext) -> frozenset[str]:
-        if self._shared is None:
+        """Return what may leave; each job of a site's process has its own network."""
+        job = str(fl_ctx.get_job_id())
+        if job not in self._shared:
             if self.network is not None:
                 name, args = self.network["name"], self.network.get("args", {})
             else:
                 settings = job_experiment(fl_ctx).network
                 name, args = settings.name, settings.args
-            self._shared = frozenset(split(build_network(name, args), self.policy).shared)
-        return self._shared
+            self._shared[job] = frozenset(split(build_network(name, args), self.policy).shared)
+        return self._shared[job]
 
 
 def _refuse_what_is_not_known(shareable: Shareable) -> None:

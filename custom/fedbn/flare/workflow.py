@@ -6,6 +6,7 @@ FLARE's own ``FedAvg`` has neither: with it a dead client makes the job wait for
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -304,8 +305,9 @@ class FedBNWorkflow(ModelController):
         folder = Path(self.get_run_dir())
         write_json(folder / RESULTS_FILE, results)
         text = render(run_tables(results))
-        (folder / TABLE_FILE).write_text(text)
-        print(text, flush=True)
+        (folder / TABLE_FILE).write_text(text, encoding="utf-8")
+        encoding = sys.stdout.encoding or "utf-8"  # a console that has no lines shows "?"
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
         self.info(f"results of this run: {folder / RESULTS_FILE}")
         if len(reports) < self.quorum:
             raise RunFailedError(

@@ -159,6 +159,16 @@ def test_nothing_passes_where_the_network_is_not_known(
         BatchNormFilter().process(shareable(state), context)
 
 
+def test_each_job_has_its_own_network(make_context, experiment, state):
+    """One filter can serve several jobs: in the second, another layer is batch norm."""
+    site_filter = BatchNormFilter()
+    site_filter.process(shareable(state), make_context(experiment(), name="site-1", job="a"))
+    linear = {"name": "torch.nn.Linear", "args": {"in_features": 66, "out_features": 2}}
+    second = make_context(experiment(network=linear, policy="none"), name="site-1", job="b")
+    weights = {"weight": np.ones((2, 66)), "classifier.weight": np.ones(3)}
+    assert left(site_filter.process(shareable(weights), second)) == {"weight"}
+
+
 def test_the_site_can_name_the_network_itself(make_context, experiment, state, tmp_path):
     context = make_context(experiment(), name="site-1")
     (file,) = (tmp_path / "workspaces" / "site-1").rglob("experiment.json")

@@ -88,6 +88,10 @@ def test_a_restart_between_all_tasks_changes_no_bit(make_client, experiment, sha
     client.restart()
     report, _ = client.ask("final", received, prepared=["NYU"])
     assert [point["round"] for point in report["results"]["curve"]] == [0, 1, 2]
+    expected = site.evaluate({k: torch.from_numpy(v) for k, v in received.items()}, local)
+    with np.load(client.state_folder / "predictions" / "final.npz") as predictions:
+        assert np.array_equal(predictions["federated"], expected)
+    assert report["results"]["federated"] == site.metrics(expected)
     assert "sub-" not in str(report)
     model, meta = load_checkpoint(client.state_folder / "model.pt", COMPLETE_MODEL)
     assert same({name: model[name] for name in local}, local)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -152,6 +153,16 @@ def test_a_run_from_the_preflight_to_the_results(make_workflow, capsys):
     assert "what each site gained" in capsys.readouterr().out
     _, final = workflow.asked[-1]
     assert all(np.array_equal(final.params[k], v.numpy()) for k, v in saved.items())
+
+
+def test_a_console_without_line_characters_ends_no_run(make_workflow, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    workflow = make_workflow()
+    workflow.run()
+    monkeypatch.undo()
+    assert panics(workflow) == []
+    assert b"what each site gained" in screen.buffer.getvalue()
 
 
 @pytest.mark.parametrize(
