@@ -26,8 +26,8 @@ ERROR = "error"
 SITES_FOLDER = "fedbn_sites"
 """Below a client's workspace root: where site state outlives the processes of a run."""
 
-_SUBJECT = re.compile(r"(?<![0-9A-Za-z])sub-[^\s,;:'\"()/\\]+")
-_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])*[^\s/\\'\",;:()]*")
+_SUBJECT = re.compile(r"(?<![0-9A-Za-z])sub-[^\s,;:'\"`()/\\]+")
+_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\"`,;:()]+[/\\])*[^\s/\\'\"`,;:()]*")
 
 
 def job_experiment(fl_ctx: FLContext) -> Experiment:

@@ -277,6 +277,7 @@ class FedBNWorkflow(ModelController):
             site = self.site_of_client[client]
             if answer.get(ERROR):
                 failed[site] = str(answer[ERROR])
+                self.error(f"{site} is not scored: {failed[site]}")
                 continue
             try:
                 report = {**self.site_facts.get(site, {}), **answer["results"]}
@@ -285,7 +286,7 @@ class FedBNWorkflow(ModelController):
                 json.dumps(alone, allow_nan=False)
             except Exception as error:
                 failed[site] = f"its results cannot be read ({type(error).__name__})"
-                self.error(f"results of {site}: {failed[site]}")
+                self.error(f"{site} is not scored: {failed[site]}")
             else:
                 reports[site] = report
         results = run_report(
@@ -386,7 +387,6 @@ class FedBNWorkflow(ModelController):
                 report = {ERROR: f"{_client(result)} sent an answer that is not fedbn's"}
             if report.get(ERROR):
                 report = {ERROR: redacted(str(report[ERROR]))}
-                self.error(str(report[ERROR]))
             answers[_client(result)] = report
             return ERROR not in report
 

@@ -12,6 +12,10 @@ from fedbn.flare.job import redacted
         ("'sub-01_ses-2' and sub-ab-12, too", "'<subject>' and <subject>, too"),
         ("no store at /home/ann/data/NYU: make one", "no store at <path>: make one"),
         ("no store at ~/data/NYU", "no store at <path>"),
+        (
+            "make one with `python -m x --out /a/b` or `sub-01`",
+            "make one with `python -m x --out <path>` or `<subject>`",
+        ),
         (r"no store at C:\Users\ann\NYU", "no store at <path>"),
         ("see /data/sub-0050285/func.nii.gz.", "see <path>"),
         ("file:///srv/x is gone", "file:<path> is gone"),
