@@ -71,7 +71,7 @@ def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def redacted(text: str, folders: Iterable[Path | str] = ()) -> str:
+def redacted(text: str, names: Iterable[Path | str] = ()) -> str:
     """Take subject ids and file paths out of a sentence before it leaves a site.
 
     The full sentence stays in the site's own log.
@@ -80,12 +80,12 @@ def redacted(text: str, folders: Iterable[Path | str] = ()) -> str:
     ----------
     text
         Any sentence.
-    folders
-        Folders to take out as they are written: relative ones, and those with blanks in their
-        names, cannot be told from words.
+    names
+        Folders and subjects to take out as they are written: a relative folder, one with blanks
+        in its name, and an id that is not in BIDS style cannot be told from words.
     """
-    for folder in sorted((str(folder) for folder in folders), key=len, reverse=True):
-        if folder.strip("./\\"):
-            text = re.sub(rf"(?<![\w.]){re.escape(folder)}(?!\w)", "/path", text)
+    for name in sorted((str(name) for name in names), key=len, reverse=True):
+        if name.strip("./\\"):
+            text = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", "/path", text)
     text = _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))
     return re.sub("(<path>)+", "<path>", text)

@@ -121,7 +121,8 @@ class FedBNLearner(ModelLearner):
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
             folders = [self._data_root(), self.data_root, self.workspace_root]
-            sentence = redacted(sentence, [folder for folder in folders if folder])
+            names = [*(folder for folder in folders if folder), *self._unusual_ids()]
+            sentence = redacted(sentence, names)
             return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})
 
     def _site_name(self) -> str:
@@ -130,6 +131,16 @@ class FedBNLearner(ModelLearner):
             return self._load_experiment().site_of(name)
         except Exception:
             return str(name)
+
+    def _unusual_ids(self) -> list[str]:
+        """Return subject ids that are not in BIDS style, even of a store that cannot be read."""
+        table = self._data_root() / self._site_name() / "participants.tsv"
+        try:
+            lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+        except OSError:
+            return []
+        ids = {line.split("\t")[0] for line in lines}
+        return [name for name in ids if name and not name.startswith("sub-")]
 
     def _load_experiment(self) -> Experiment:
         if self._experiment is None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 
@@ -384,6 +385,18 @@ def test_the_preflight_tells_what_is_wrong_in_one_sentence(
     assert not list(data_root.parent.rglob("local_entries.pt"))
     fired = [kind for kind, _ in client.engine.events]
     assert not [kind for kind in fired if "log" in kind], "FLARE could send it to the server"
+
+
+def test_ids_of_another_style_are_taken_out_too(make_client, experiment, data_root, write_store):
+    def rename(_, participants):
+        participants[4] = dataclasses.replace(participants[4], participant_id="Smith J 1950")
+
+    write_store(data_root / "NYU", "NYU", edit=rename)
+    table = data_root / "NYU" / "participants.tsv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:-1], lines[5]]) + "\n")
+    report, _ = make_client(experiment()).ask("preflight")
+    assert report["error"] == "site 'NYU': <path> appears twice in participants.tsv"
 
 
 def test_a_client_that_is_no_site_is_told_the_names(make_client, experiment):
