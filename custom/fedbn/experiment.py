@@ -22,7 +22,7 @@ from fedbn.aggregation import WeightedMean
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.results import ALONE, FEDERATED, run_report, site_report
 from fedbn.settings import Experiment
-from fedbn.site import Site
+from fedbn.site import RoundResult, Site
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def federate(
     *,
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
+    score_rounds: bool = True,
 ) -> Federation:
     """Run all rounds of an experiment over its sites, one after the other, in this process.
 
@@ -98,6 +99,9 @@ def federate(
         Where every site trains.
     on_round
         Called with the number of each finished round.
+    score_rounds
+        Whether every round is scored before and after local training; without it `predictions`
+        stay empty, the weights are the same, and a sixth of the time is saved.
     """
     sites = {name: Site(name, stores[name], experiment, device=device) for name in experiment.sites}
     for site in sites.values():
@@ -110,14 +114,15 @@ def federate(
     for number in range(experiment.rounds):
         mean.reset()
         for name, site in sites.items():
-            result = site.train_round(shared, local[name], number)
+            result = (site.train_round if score_rounds else site.train)(shared, local[name], number)
             local[name] = result.local
             weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
             mean.add(name, result.shared, weight)
-            predictions[name][number] = {
-                BEFORE_TRAINING: result.before,
-                AFTER_TRAINING: result.after,
-            }
+            if isinstance(result, RoundResult):
+                predictions[name][number] = {
+                    BEFORE_TRAINING: result.before,
+                    AFTER_TRAINING: result.after,
+                }
         shared = mean.result()
         if on_round is not None:
             on_round(number)

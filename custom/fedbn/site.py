@@ -62,16 +62,13 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class RoundResult:
-    """What one site brings out of one round.
+class LocalTraining:
+    """What one site has after the local epochs of one round.
 
     Attributes
     ----------
     shared, local
         The network's entries after local training, on the CPU: those to send and those to keep.
-    before, after
-        Class probabilities (n_test, n_classes) of the test samples: with the received shared
-        entries and the site's own local ones before any training, and after it.
     outcome
         Losses and counts of the local training.
     training_seconds
@@ -80,10 +77,23 @@ class RoundResult:
 
     shared: dict[str, torch.Tensor]
     local: dict[str, torch.Tensor]
-    before: np.ndarray
-    after: np.ndarray
     outcome: TrainingOutcome
     training_seconds: float
+
+
+@dataclass(frozen=True)
+class RoundResult(LocalTraining):
+    """What one site brings out of one round: its local training, and how well it did around it.
+
+    Attributes
+    ----------
+    before, after
+        Class probabilities (n_test, n_classes) of the test samples: with the received shared
+        entries and the site's own local ones before any training, and after it.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
 
 
 class Site:
@@ -192,10 +202,26 @@ class Site:
         local: Mapping[str, torch.Tensor],
         round_number: int,
         on_epoch: Callable[[int, float], None] | None = None,
+    ) -> RoundResult:
+        """Do this site's part of one round: score the test samples, train, score them again.
+
+        Parameters are those of :meth:`train`.
+        """
+        before = self.evaluate(shared, local)
+        trained = self.train(shared, local, round_number, on_epoch)
+        after = evaluation.predict(self.network, self.test_inputs)
+        return RoundResult(**vars(trained), before=before, after=after)
+
+    def train(
+        self,
+        shared: Mapping[str, torch.Tensor],
+        local: Mapping[str, torch.Tensor],
+        round_number: int,
+        on_epoch: Callable[[int, float], None] | None = None,
         *,
         proximal: bool = True,
-    ) -> RoundResult:
-        """Do this site's part of one round.
+    ) -> LocalTraining:
+        """Do the local epochs of one round; the same bits with and without scores around them.
 
         Parameters
         ----------
@@ -210,7 +236,7 @@ class Site:
         proximal
             Whether the experiment's FedProx term applies; it has no meaning without other sites.
         """
-        before = self.evaluate(shared, local)
+        load_entries(self.network, shared, local)
         inputs, targets = self.training_data
         training = self.experiment.training
         if not proximal:
@@ -226,12 +252,9 @@ class Site:
             on_epoch=on_epoch,
         )
         training_seconds = time.perf_counter() - started
-        after = evaluation.predict(self.network, self.test_inputs)
-        return RoundResult(
+        return LocalTraining(
             shared=entries(self.network, self.partition.shared),
             local=entries(self.network, self.partition.local),
-            before=before,
-            after=after,
             outcome=outcome,
             training_seconds=training_seconds,
         )
@@ -256,11 +279,11 @@ class Site:
         """
         shared, local = self.initial_shared(), self.initial_local()
         for round_number in range(self.experiment.rounds):
-            result = self.train_round(shared, local, round_number, proximal=False)
-            shared, local = result.shared, result.local
+            trained = self.train(shared, local, round_number, proximal=False)
+            shared, local = trained.shared, trained.local
             if on_round is not None:
                 on_round(round_number)
-        return result.after
+        return evaluation.predict(self.network, self.test_inputs)
 
     def metrics(self, probability: np.ndarray) -> dict[str, dict[str, Any]]:
         """Score test predictions per window and per subject."""

@@ -10,6 +10,7 @@ import torch
 
 from data_prep.site_store import StoreError, read_site_store
 from fedbn.experiment import cross_validate, plan_runs, read_stores, run_federation
+from fedbn.experiment import federate as in_process
 from fedbn.results import weights_digest
 from fedbn.settings import ExperimentError
 from fedbn.site import Site, make_network
@@ -300,6 +301,17 @@ def test_a_one_class_test_set_is_null_with_a_reason_and_left_out_of_means(
     assert macro["auc"] == nyu["auc"]
     assert macro["accuracy"] == pytest.approx((nyu["accuracy"] + scores["accuracy"]) / 2)
     json.dumps(report, allow_nan=False)
+
+
+def test_a_federation_that_is_not_scored_in_each_round_has_the_same_weights(data_root, experiment):
+    settings = experiment()
+    stores = read_stores(data_root, settings)
+    scored, unscored = (in_process(settings, stores, score_rounds=s) for s in (True, False))
+    assert weights_digest(scored.shared) == weights_digest(unscored.shared)
+    for site in settings.sites:
+        assert weights_digest(scored.local[site]) == weights_digest(unscored.local[site])
+    assert all(len(rounds) == settings.rounds for rounds in scored.predictions.values())
+    assert unscored.predictions == {site: {} for site in settings.sites}
 
 
 # ----------------------------------------------------------------------------- cross-validation
