@@ -8,16 +8,18 @@ threshold, say) that may look at nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore
-from fedbn import evaluation
+from fedbn import baselines, evaluation
 from fedbn.experiment import federate
-from fedbn.normalization import entries, load_entries
+from fedbn.normalization import entries, load_entries, recompute_statistics
+from fedbn.operating_point import choose_threshold
 from fedbn.settings import Experiment
 from fedbn.site import Site
 from fedbn.training import derive_seed, train_epochs
@@ -35,6 +37,8 @@ class Outcome:
         int64 (n_windows,): each window's subject, as an index into the site's participants.
     test_probability, train_probability
         float64 (n_windows, n_classes).
+    threshold
+        A probability of at least this much means autism, by window and by subject.
     """
 
     test_targets: np.ndarray
@@ -43,6 +47,7 @@ class Outcome:
     train_targets: np.ndarray
     train_participants: np.ndarray
     train_probability: np.ndarray
+    threshold: float = 0.5
 
 
 Runner = Callable[[Experiment, Mapping[str, SiteStore]], dict[str, Outcome]]
@@ -66,6 +71,8 @@ class Method:
         Fields of the experiment's training that make it this method.
     in_flare
         Whether FLARE can run it: not where all data would have to be in one place.
+    needs_pooled_data
+        Whether it needs all sites' data in one place, which a federation exists to avoid.
     """
 
     name: str
@@ -74,6 +81,7 @@ class Method:
     changes: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     in_flare: bool = True
+    needs_pooled_data: bool = False
 
     def experiment(self, experiment: Experiment) -> Experiment:
         """Return the experiment changed into this method's."""
@@ -98,11 +106,77 @@ def method(name: str) -> Method:
 
 def run_federated(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
     """Run the experiment as a federation; each site ends with its own local entries."""
-    federation = federate(experiment, stores)
+    federation = federate(experiment, stores, score_rounds=False)
     outcomes = {}
     for name, site in federation.sites.items():
         load_entries(site.network, federation.shared, federation.local[name])
         outcomes[name] = outcome(site)
+    return outcomes
+
+
+def run_adapted(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+    """Run the experiment, then recompute batch norm's statistics on each site's training scans.
+
+    A site needs no label for it, and nothing of it leaves the site.
+    """
+    federation = federate(experiment, stores, score_rounds=False)
+    outcomes = {}
+    for name, site in federation.sites.items():
+        load_entries(site.network, federation.shared, federation.local[name])
+        recompute_statistics(site.network, site.training_data[0])
+        outcomes[name] = outcome(site)
+    return outcomes
+
+
+def run_with_thresholds(
+    experiment: Experiment, stores: Mapping[str, SiteStore]
+) -> dict[str, Outcome]:
+    """Run the experiment; each site then chooses its threshold on its training subjects."""
+    return {
+        name: replace(result, threshold=own_threshold(result))
+        for name, result in run_federated(experiment, stores).items()
+    }
+
+
+def own_threshold(result: Outcome) -> float:
+    """Choose a site's threshold on the scores of its training subjects, and on nothing else."""
+    owners = result.train_participants
+    scores, _ = evaluation.subject_scores(result.train_probability[:, 1], owners)
+    targets, _ = evaluation.subject_scores(result.train_targets, owners)
+    return choose_threshold(targets.astype(np.int64), scores)
+
+
+def run_linear(
+    experiment: Experiment,
+    stores: Mapping[str, SiteStore],
+    *,
+    fit: baselines.Fit,
+    together: bool,
+) -> dict[str, Outcome]:
+    """Fit a linear classifier on the same standardised samples as the networks.
+
+    Parameters
+    ----------
+    experiment
+        Its split, standardisation and seed count; its network and rounds do not.
+    stores
+        Site name to store, for every site of the experiment.
+    fit
+        One of :mod:`fedbn.baselines`.
+    together
+        One classifier on the samples of all sites in one place; otherwise one for each site alone.
+    """
+    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
+    outcomes = {}
+    for group in [sites] if together else [[site] for site in sites]:
+        inputs = torch.cat([site.training_data[0] for site in group])
+        targets = torch.cat([site.training_data[1] for site in group])
+        owners = [f"{site.name}/{k}" for site in group for k in _training_participants(site)]
+        score = fit(inputs, targets.numpy(), np.array(owners), experiment.seed)
+        for site in group:
+            outcomes[site.name] = _outcome(
+                site, score(site.test_inputs), score(site.training_data[0])
+            )
     return outcomes
 
 
@@ -122,7 +196,7 @@ def run_pooled(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[
     The upper reference, and what a federation exists to avoid: raw data leave their site. Each
     site's features are standardised as in the federation; batch norm sees all sites together.
     """
-    sites = [Site(name, stores[name], experiment) for name in experiment.sites]
+    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
     inputs = torch.cat([site.training_data[0] for site in sites])
     targets = torch.cat([site.training_data[1] for site in sites])
     network = sites[0].network
@@ -139,15 +213,27 @@ def run_pooled(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[
 
 def outcome(site: Site) -> Outcome:
     """Score a site's held-out and training samples with its network as it stands."""
-    inputs, targets = site.training_data
+    return _outcome(
+        site,
+        evaluation.predict(site.network, site.test_inputs),
+        evaluation.predict(site.network, site.training_data[0]),
+    )
+
+
+def _outcome(site: Site, test: np.ndarray, train: np.ndarray) -> Outcome:
     return Outcome(
         test_targets=site.test_targets,
         test_participants=site.test_participants,
-        test_probability=evaluation.predict(site.network, site.test_inputs),
-        train_targets=targets.cpu().numpy(),
-        train_participants=site.store.sample_participant[site.preparation.train_rows.numpy()],
-        train_probability=evaluation.predict(site.network, inputs),
+        test_probability=test,
+        train_targets=site.training_data[1].cpu().numpy(),
+        train_participants=_training_participants(site),
+        train_probability=train,
     )
+
+
+def _training_participants(site: Site) -> np.ndarray:
+    owners: np.ndarray = site.store.sample_participant[site.preparation.train_rows.numpy()]
+    return owners
 
 
 METHODS: dict[str, Method] = {
@@ -165,6 +251,36 @@ METHODS: dict[str, Method] = {
             {"policy": "fedbn"},
             {"proximal_mu": 0.01},
         ),
-        Method("pooled", "pooled", run_pooled, {"policy": "none"}, in_flare=False),
+        Method("fedavg_adabn", "FedAvg + AdaBN", run_adapted, {"policy": "none"}, in_flare=False),
+        Method(
+            "fedavg_threshold",
+            "FedAvg + threshold",
+            run_with_thresholds,
+            {"policy": "none"},
+            in_flare=False,
+        ),
+        Method(
+            "pooled",
+            "pooled",
+            run_pooled,
+            {"policy": "none"},
+            in_flare=False,
+            needs_pooled_data=True,
+        ),
+        *(
+            Method(
+                name,
+                title,
+                partial(run_linear, fit=fit, together=together),
+                {"policy": "none"},
+                in_flare=False,
+                needs_pooled_data=together,
+            )
+            for name, title, fit, together in (
+                ("ridge", "ridge, pooled", baselines.fit_ridge, True),
+                ("logistic", "logistic, pooled", baselines.fit_logistic, True),
+                ("ridge_single", "ridge, alone", baselines.fit_ridge, False),
+            )
+        ),
     )
 }

@@ -5,7 +5,8 @@ except those of its batch-norm layers. An entry belongs to batch norm because of
 module that holds it, never because of its name: MONAI's DenseNet121 calls its batch-norm layers
 ``norm1`` and its UNet ``adn.N``.
 
-Everything here is pure: nothing is changed in place but the model handed to :func:`load_entries`.
+Everything here is pure: nothing is changed in place but the model handed to :func:`load_entries` or
+:func:`recompute_statistics`.
 """
 
 from __future__ import annotations
@@ -228,6 +229,24 @@ def entries(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
 
 
+def trainable_names(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the named entries that are trained, in state-dict order; a tied weight once.
+
+    Parameters
+    ----------
+    model
+        The network; wrapped or not.
+    names
+        Names of entries of its state dict.
+    """
+    wanted, seen, found = set(names), set(), []
+    for name, tensor in unwrap_model(model).state_dict(keep_vars=True).items():
+        if name in wanted and tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found.append(name)
+    return tuple(found)
+
+
 def check_entries(
     given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str
 ) -> None:
@@ -285,6 +304,53 @@ def load_entries(model: nn.Module, *parts: Mapping[str, torch.Tensor]) -> None:
         joined.update(part)
     check_entries(joined, model.state_dict(), "the entries")
     model.load_state_dict(joined, strict=True)
+
+
+def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
+    """Replace batch norm's running statistics by those of some unlabelled samples.
+
+    Adaptive batch normalisation (Li et al., 2016, arXiv 1603.04779): weights, gamma and beta stay.
+    The samples go through the network once, as one batch, so that the statistics are exact, with
+    dropout off, as they will be used. A layer below normalises with its own new statistics.
+
+    Parameters
+    ----------
+    model
+        The network; its statistics change in place, and each module is left in its mode.
+    inputs
+        At least two samples, (n, ...), on the network's device.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two samples.
+    NoBatchNormError
+        If no layer has running statistics.
+    """
+    if len(inputs) < 2:
+        raise ValueError(f"statistics need at least two samples, got {len(inputs)}")
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    ]
+    if not layers:
+        raise NoBatchNormError("the network has no batch norm whose statistics could be recomputed")
+    modes = {module: module.training for module in model.modules()}
+    momenta = [layer.momentum for layer in layers]
+    try:
+        model.eval()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # a cumulative mean: of one batch, the batch's own statistics
+            layer.training = True
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
 
 
 def _some(names: list[str]) -> str:
