@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,24 +73,28 @@ if FOLDER:
 '''
 
 
-def group_members(group):
-    """Return the living processes of one process group, by /proc."""
-    members = []
+def processes_marked(mark):
+    """Return the living processes that were started with a mark in their environment.
+
+    FLARE's simulator gives each client a session of its own, so that the group does not hold them.
+    """
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and fields[0] not in "ZX":
-                    members.append(int(entry.name))
-    return members
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX" and mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
 
 
 @dataclass
 class Running:
-    """A process that leads its own session; all of its children end with it."""
+    """A process that leads its own session, and all that it starts, known by their mark."""
 
     process: subprocess.Popen
     log: Path
+    mark: str
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -110,18 +115,23 @@ class Running:
             time.sleep(0.02)
 
     def kill(self):
-        """End the whole group at once, as a power cut would."""
+        """End the group and all clients at once, as a power cut would."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
         end = time.monotonic() + 30
-        while (left := group_members(self.process.pid)) and time.monotonic() < end:
+        while (left := processes_marked(self.mark)) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        assert not left, f"processes {left} of group {self.process.pid} are still there"
+        self.process.wait(30)
+        assert not left, f"processes {left} are still there"
 
 
 @contextlib.contextmanager
 def started(command, log, *, cwd, **environment):
+    mark = f"FEDBN_TEST_RUN={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
     kept = {k: v for k, v in os.environ.items() if k not in ("FEDBN_DATA", "FRAMES_FOLDER")}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -130,10 +140,10 @@ def started(command, log, *, cwd, **environment):
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=cwd,
-            env={**kept, "OMP_NUM_THREADS": "1", **environment},
+            env={**kept, "OMP_NUM_THREADS": "1", **environment, name: value},
             start_new_session=True,
         )
-    running = Running(process, log)
+    running = Running(process, log, mark)
     try:
         yield running
     finally:

@@ -240,10 +240,11 @@ class FedBNLearner(ModelLearner):
         site, state = self._load_site(), self._load_state()
         local, kept = state.load_local()
         number = int(model.current_round or 0)
-        if kept > number:
+        if kept >= number:
             raise SiteStateError(
                 f"site {state.site!r}: its batch norm is that after round {kept}, but round "
-                f"{number} is to be trained; it belongs to another run"
+                f"{number} is to be trained; it belongs to another run, or this round was trained "
+                "here before"
             )
         result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
         state.save_local(result.local, number)
