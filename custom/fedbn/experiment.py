@@ -2,7 +2,7 @@
 
 For sweeps over folds and seeds, and for parity: a simulator run and an in-process run of the same
 experiment give the same weights, because both are made of :class:`fedbn.site.Site` and
-:class:`fedbn.aggregation.WeightedMean`.
+:class:`fedbn.server.Server`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore, check_compatible, read_site_store
-from fedbn.aggregation import WeightedMean
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.results import ALONE, FEDERATED, run_report, site_report
+from fedbn.server import make_server
 from fedbn.settings import Experiment
-from fedbn.site import RoundResult, Site
+from fedbn.site import RoundResult, Site, make_network
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,14 @@ class Federation:
     sites
         Site name to the site.
     shared
-        The last shared entries.
+        All that the server holds after the last round: the shared entries, and what the algorithm
+        adds to them.
     local
         Site name to the local entries that the site keeps.
+    received
+        Site name to the shared entries that the site receives last.
+    facts
+        What the algorithm has to tell of each round; empty for a plain mean.
     predictions
         Site name, round, and before or after training, to test probabilities (n_test, n_classes).
     """
@@ -76,7 +81,15 @@ class Federation:
     sites: dict[str, Site]
     shared: dict[str, torch.Tensor]
     local: dict[str, dict[str, torch.Tensor]]
+    received: dict[str, dict[str, torch.Tensor]]
+    facts: list[dict[str, Any]]
     predictions: dict[str, dict[int, dict[str, np.ndarray]]]
+
+    def load(self, name: str) -> Site:
+        """Return a site with the final entries, received and its own, in its network."""
+        site = self.sites[name]
+        site.load(self.received[name], self.local[name])
+        return site
 
 
 def federate(
@@ -106,27 +119,35 @@ def federate(
     sites = {name: Site(name, stores[name], experiment, device=device) for name in experiment.sites}
     for site in sites.values():
         site.check_network()
-    first = sites[experiment.sites[0]]
-    shared = first.initial_shared()
+    server = make_server(experiment, *make_network(experiment))
     local = {name: site.initial_local() for name, site in sites.items()}
-    mean = WeightedMean(shared)
+    facts: list[dict[str, Any]] = []
     predictions: dict[str, dict[int, dict[str, np.ndarray]]] = {name: {} for name in sites}
     for number in range(experiment.rounds):
-        mean.reset()
+        server.reset()
         for name, site in sites.items():
-            result = (site.train_round if score_rounds else site.train)(shared, local[name], number)
+            train = site.train_round if score_rounds else site.train
+            result = train(server.message(name), local[name], number)
             local[name] = result.local
             weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
-            mean.add(name, result.shared, weight)
+            server.add(name, result.shared, weight)
             if isinstance(result, RoundResult):
                 predictions[name][number] = {
                     BEFORE_TRAINING: result.before,
                     AFTER_TRAINING: result.after,
                 }
-        shared = mean.result()
+        server.update()
+        facts.append(server.facts())
         if on_round is not None:
             on_round(number)
-    return Federation(sites=sites, shared=shared, local=local, predictions=predictions)
+    return Federation(
+        sites=sites,
+        shared=server.state(),
+        local=local,
+        received={name: server.message(name) for name in sites},
+        facts=facts,
+        predictions=predictions,
+    )
 
 
 def run_federation(
@@ -141,18 +162,16 @@ def run_federation(
     Parameters are those of :func:`federate`.
     """
     federation = federate(experiment, stores, device=device, on_round=on_round)
-    reports = {
-        name: site_report(
-            site,
-            site.evaluate(federation.shared, federation.local[name]),
-            site.train_alone() if experiment.compare_with_alone else None,
-            federation.predictions[name],
-        )
-        for name, site in federation.sites.items()
-    }
+    reports = {}
+    for name, predictions in federation.predictions.items():
+        site = federation.sites[name]
+        final = site.evaluate(federation.received[name], federation.local[name])
+        finetuned = site.finetune() if experiment.finetune else None
+        alone = site.train_alone() if experiment.compare_with_alone else None
+        reports[name] = site_report(site, final, alone, predictions, finetuned=finetuned)
     rounds = [
-        {"round": number, "accepted": sorted(reports), "refused": {}, "missing": []}
-        for number in range(experiment.rounds)
+        {"round": number, "accepted": sorted(reports), "refused": {}, "missing": [], **facts}
+        for number, facts in enumerate(federation.facts)
     ]
     report = run_report(experiment, reports, rounds, federation.shared, transport="in process")
     return FederationResult(shared=federation.shared, local=federation.local, report=report)

@@ -87,7 +87,14 @@ class Method:
         """Return the experiment changed into this method's."""
         training = {**experiment.training.model_dump(), "proximal_mu": 0.0, **self.training}
         return experiment.changed(
-            name=self.name, compare_with_alone=False, training=training, **self.changes
+            **{
+                "name": self.name,
+                "compare_with_alone": False,
+                "algorithm": {},
+                "finetune": None,
+                "training": training,
+                **self.changes,
+            }
         )
 
 
@@ -108,8 +115,18 @@ def run_federated(experiment: Experiment, stores: Mapping[str, SiteStore]) -> di
     """Run the experiment as a federation; each site ends with its own local entries."""
     federation = federate(experiment, stores, score_rounds=False)
     outcomes = {}
-    for name, site in federation.sites.items():
-        load_entries(site.network, federation.shared, federation.local[name])
+    for name in federation.sites:
+        outcomes[name] = outcome(federation.load(name))
+    return outcomes
+
+
+def run_finetuned(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+    """Run the experiment as a federation; each site then trains on by itself for some epochs."""
+    federation = federate(experiment, stores, score_rounds=False)
+    outcomes = {}
+    for name in federation.sites:
+        site = federation.load(name)
+        site.finetune()
         outcomes[name] = outcome(site)
     return outcomes
 
@@ -121,8 +138,8 @@ def run_adapted(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict
     """
     federation = federate(experiment, stores, score_rounds=False)
     outcomes = {}
-    for name, site in federation.sites.items():
-        load_entries(site.network, federation.shared, federation.local[name])
+    for name in federation.sites:
+        site = federation.load(name)
         recompute_statistics(site.network, site.training_data[0])
         outcomes[name] = outcome(site)
     return outcomes

@@ -28,6 +28,28 @@ _FULL_INT64_RANGE = -(2**63)
 _TABLES: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # one for each probability in use
 
 
+class NoHeadError(ValueError):
+    """The network has no linear layer that could be called its head."""
+
+
+def head_entries(network: nn.Module) -> tuple[str, ...]:
+    """Return the names of the entries of a network's last linear layer.
+
+    Raises
+    ------
+    NoHeadError
+        If there is none.
+    """
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise NoHeadError(
+            f"network {type(network).__name__} has no linear layer that is its head; "
+            "fine-tune all entries"
+        )
+    prefix = f"{linear[-1]}." if linear[-1] else ""
+    return tuple(name for name in network.state_dict() if name.startswith(prefix))
+
+
 class PackedDropout(nn.Module):
     """Dropout whose masks are drawn as packed random bits: for wide inputs on a CPU.
 

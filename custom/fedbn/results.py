@@ -19,6 +19,7 @@ from fedbn.site import Site
 FORMAT = "fedbn-results-1"
 FEDERATED = "federated"
 ALONE = "alone"
+FINETUNED = "finetuned"
 
 
 def site_report(
@@ -26,6 +27,8 @@ def site_report(
     final: np.ndarray,
     alone: np.ndarray | None,
     rounds: Mapping[int, Mapping[str, np.ndarray]],
+    *,
+    finetuned: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Score everything that one site has predicted in one run.
 
@@ -39,6 +42,8 @@ def site_report(
         Probabilities of the same network trained on this site only, or ``None``.
     rounds
         Round number to the probabilities before and after local training.
+    finetuned
+        Probabilities after further local epochs from the final model, or ``None``.
 
     Returns
     -------
@@ -59,6 +64,8 @@ def site_report(
             for number in sorted(rounds)
         ],
     }
+    if finetuned is not None:
+        report[FINETUNED] = site.metrics(finetuned)
     if alone is not None:
         report[ALONE] = site.metrics(alone)
         report["gain"] = site.subjects_changed(alone, final)
@@ -88,7 +95,7 @@ def run_report(
         Further facts to keep (job id, transport, …).
     """
     across = {}
-    for name in (FEDERATED, ALONE):
+    for name in (FEDERATED, FINETUNED, ALONE):
         scored = {site: report[name] for site, report in sites.items() if name in report}
         if scored:
             across[name] = {

@@ -39,6 +39,59 @@ class NetworkSettings(_Settings):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
+class AlgorithmSettings(_Settings):
+    """What the server makes of the sites' weights, and what it has the sites do for that.
+
+    Attributes
+    ----------
+    name
+        ``"average"``: their mean goes to all sites. ``"alone"``: nothing is shared, each site
+        trains for itself (SingleSet). ``"scaffold"``: the mean, and control variates that correct
+        each local step (Karimireddy et al., ICML 2020). ``"clustered"``: a mean for each group of
+        sites, which are cut apart where their updates disagree (Sattler et al., 2019).
+    split_mean_norm, split_site_norm
+        For ``"clustered"``: a group is cut in two when the norm of its mean update is below the
+        first and that of some site's update above the second. Both depend on the network and the
+        learning rate; each round's norms are in the results.
+    """
+
+    name: Literal["average", "alone", "scaffold", "clustered"] = "average"
+    split_mean_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    split_site_norm: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _thresholds_for_clusters(self) -> AlgorithmSettings:
+        given = [self.split_mean_norm is not None, self.split_site_norm is not None]
+        if self.name == "clustered" and not all(given):
+            raise ValueError(
+                "algorithm 'clustered' needs split_mean_norm and split_site_norm: run it once with "
+                "a split_site_norm that is never reached, and choose them from the norms in its "
+                "results"
+            )
+        if self.name != "clustered" and any(given):
+            raise ValueError(
+                "split_mean_norm and split_site_norm are for algorithm 'clustered', "
+                f"not for {self.name!r}"
+            )
+        return self
+
+
+class FinetuneSettings(_Settings):
+    """Further local epochs at each site, from the final model, with nothing sent.
+
+    Attributes
+    ----------
+    epochs
+        Passes over the site's training samples, with the optimiser of the experiment's training.
+    entries
+        ``"all"``: the whole network. ``"head"``: its last linear layer alone; everything else,
+        batch norm's statistics too, stays as it is.
+    """
+
+    epochs: int = Field(default=8, ge=1, strict=True)
+    entries: Literal["all", "head"] = "all"
+
+
 class Experiment(_Settings):
     """Everything that decides the numbers of one run.
 
@@ -55,6 +108,11 @@ class Experiment(_Settings):
         Communication rounds.
     training
         Local training in each round.
+    algorithm
+        How the server and the sites work together; by default by averaging.
+    finetune
+        Further local epochs after the last round, scored beside the federated model; none if
+        ``None``.
     aggregation_weights
         ``"equal"``: every site counts the same (the FedBN paper's choice). ``"samples"``: by the
         number of training samples.
@@ -76,6 +134,8 @@ class Experiment(_Settings):
     policy: Policy = "fedbn"
     rounds: int = Field(default=50, ge=1, strict=True)
     training: TrainingSettings = TrainingSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    finetune: FinetuneSettings | None = None
     aggregation_weights: Literal["equal", "samples"] = "equal"
     standardization: Literal["site", "none"] = "site"
     n_folds: int = Field(default=5, ge=2, strict=True)
@@ -91,6 +151,21 @@ class Experiment(_Settings):
             )
         if not self.sites or len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites must be distinct names, got {list(self.sites)}")
+        training = self.training
+        if self.algorithm.name == "alone" and training.proximal_mu:
+            raise ValueError(
+                f"training has proximal_mu {training.proximal_mu:g}, but under algorithm 'alone' "
+                "there are no received weights to hold on to; set it to 0"
+            )
+        if self.algorithm.name == "scaffold" and (
+            training.optimizer != "sgd" or training.momentum or training.proximal_mu
+        ):
+            raise ValueError(
+                "algorithm 'scaffold' needs training with optimizer 'sgd', momentum 0 and "
+                f"proximal_mu 0, got {training.optimizer!r}, {training.momentum:g} and "
+                f"{training.proximal_mu:g}: its control variates are the mean gradients of plain "
+                "SGD"
+            )
         return self
 
     def site_of(self, client: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,17 @@ import torch
 from torch import nn
 
 from data_prep.site_store import SiteStore, StoreError, assign_folds
-from fedbn import evaluation
-from fedbn.networks import build_network
-from fedbn.normalization import Partition, entries, load_entries, require_batch_norm, split
+from fedbn import control_variates, evaluation
+from fedbn.networks import build_network, head_entries
+from fedbn.normalization import (
+    Partition,
+    check_entries,
+    entries,
+    load_entries,
+    require_batch_norm,
+    split,
+    trainable_names,
+)
 from fedbn.settings import Experiment
 from fedbn.training import TrainingOutcome, derive_seed, train_epochs
 
@@ -69,6 +77,7 @@ class LocalTraining:
     ----------
     shared, local
         The network's entries after local training, on the CPU: those to send and those to keep.
+        Under SCAFFOLD both also hold the site's control variate.
     outcome
         Losses and counts of the local training.
     training_seconds
@@ -136,6 +145,11 @@ class Site:
         self.device = torch.device(device)
         self.network, self.partition = make_network(experiment)
         self.network.to(self.device)
+        uses_variates = experiment.algorithm.name == "scaffold"
+        self.controlled = (
+            trainable_names(self.network, self.partition.shared) if uses_variates else ()
+        )
+        self.head = head_entries(self.network) if _tunes_head(experiment) else None
         self.preparation = preparation or prepare(name, store, experiment)
         if self.preparation.facts["store"] != store_fingerprint(store):
             raise StoreError(
@@ -151,12 +165,12 @@ class Site:
     def initial_local(self) -> dict[str, torch.Tensor]:
         """Return the local entries of the untrained network, the same at every site."""
         network, partition = make_network(self.experiment)
-        return entries(network, partition.local)
+        return self._with_variates(entries(network, partition.local))
 
     def initial_shared(self) -> dict[str, torch.Tensor]:
         """Return the shared entries of the untrained network, the same as the server's."""
         network, partition = make_network(self.experiment)
-        return entries(network, partition.shared)
+        return self._with_variates(entries(network, partition.shared))
 
     def check_network(self) -> None:
         """Run two test samples through the network, so that a misfit is found before round 0.
@@ -236,7 +250,8 @@ class Site:
         proximal
             Whether the experiment's FedProx term applies; it has no meaning without other sites.
         """
-        load_entries(self.network, shared, local)
+        self.load(shared, local)
+        variates = self._variates(shared, local)
         inputs, targets = self.training_data
         training = self.experiment.training
         if not proximal:
@@ -249,12 +264,27 @@ class Site:
             training,
             seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
             shared_names=self.partition.shared,
+            correction=variates and control_variates.correction(*variates),
             on_epoch=on_epoch,
         )
         training_seconds = time.perf_counter() - started
+        to_send = entries(self.network, self.partition.shared)
+        to_keep = entries(self.network, self.partition.local)
+        if variates:
+            server, own = variates
+            own = control_variates.updated(
+                own,
+                server,
+                shared,
+                to_send,
+                n_steps=outcome.n_steps,
+                learning_rate=training.learning_rate,
+            )
+            to_send = control_variates.join(to_send, own)
+            to_keep = control_variates.join(to_keep, own)
         return LocalTraining(
-            shared=entries(self.network, self.partition.shared),
-            local=entries(self.network, self.partition.local),
+            shared=to_send,
+            local=to_keep,
             outcome=outcome,
             training_seconds=training_seconds,
         )
@@ -263,7 +293,41 @@ class Site:
         self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
     ) -> np.ndarray:
         """Return the class probabilities of the test samples with these entries."""
-        load_entries(self.network, shared, local)
+        self.load(shared, local)
+        return evaluation.predict(self.network, self.test_inputs)
+
+    def load(self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> None:
+        """Put received entries and the site's own into the network."""
+        load_entries(self.network, self.network_entries(shared), self.network_entries(local))
+
+    def network_entries(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return those of the tensors that are the network's, without control variates."""
+        return control_variates.separate(tensors)[0] if self.controlled else tensors
+
+    def finetune(self, on_epoch: Callable[[int, float], None] | None = None) -> np.ndarray:
+        """Train the network as it stands for the experiment's further epochs, and score it.
+
+        Neither the FedProx term nor a control variate takes part: there are no other sites here.
+
+        Returns
+        -------
+        numpy.ndarray
+            Class probabilities (n_test, n_classes) afterwards.
+        """
+        settings = self.experiment.finetune
+        if settings is None:
+            raise ValueError(f"experiment {self.experiment.name!r} has no finetune settings")
+        changes = {"local_epochs": settings.epochs, "proximal_mu": 0.0}
+        inputs, targets = self.training_data
+        train_epochs(
+            self.network,
+            inputs,
+            targets,
+            self.experiment.training.model_copy(update=changes),
+            seed=derive_seed(self.experiment.seed, self.name, "finetune"),
+            only=self.head,
+            on_epoch=on_epoch,
+        )
         return evaluation.predict(self.network, self.test_inputs)
 
     def train_alone(self, on_round: Callable[[int], None] | None = None) -> np.ndarray:
@@ -313,6 +377,23 @@ class Site:
             "n": len(targets),
         }
 
+    def _with_variates(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add the control variates of the start, where the algorithm has them."""
+        zeros = control_variates.zeros(self.network.state_dict(), self.controlled)
+        return control_variates.join(tensors, zeros)
+
+    def _variates(
+        self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+        """Return the server's and the site's control variates, or ``None`` without them."""
+        if not self.controlled:
+            return None
+        state = entries(self.network, self.controlled)
+        (_, server), (_, own) = (control_variates.separate(tensors) for tensors in (shared, local))
+        check_entries(server, state, "the server's control variates")
+        check_entries(own, state, "the site's control variates")
+        return server, own
+
     def _inputs(self, rows: torch.Tensor) -> torch.Tensor:
         """Read rows of the store into one contiguous, standardised tensor on the device."""
         inputs = torch.empty((len(rows), self.store.n_edges), dtype=torch.float32)
@@ -329,6 +410,8 @@ class Site:
 def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
     """Build the experiment's network with its initial weights, and split its entries.
 
+    Under algorithm ``"alone"`` every entry stays at the site.
+
     Raises
     ------
     fedbn.normalization.NoBatchNormError
@@ -338,7 +421,13 @@ def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
     network = build_network(settings.name, settings.args, experiment.seed)
     partition = split(network, experiment.policy)
     require_batch_norm(network, partition)
+    if experiment.algorithm.name == "alone":
+        partition = replace(partition, local=tuple(network.state_dict()), shared=())
     return network, partition
+
+
+def _tunes_head(experiment: Experiment) -> bool:
+    return experiment.finetune is not None and experiment.finetune.entries == "head"
 
 
 def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:

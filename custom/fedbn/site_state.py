@@ -213,6 +213,11 @@ class SiteState:
         return self.folder / "model.pt"
 
     @property
+    def finetuned_model_path(self) -> Path:
+        """The file with the complete model after fine-tuning at this site."""
+        return self.folder / "model_finetuned.pt"
+
+    @property
     def exists(self) -> bool:
         """Whether this site has kept local entries for this job."""
         return self.local_path.exists()
@@ -249,9 +254,16 @@ class SiteState:
         tensors, meta = self._load(self.preparation_path, PREPARATION)
         return tensors, meta["facts"]
 
-    def save_model(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+    def save_model(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, Any],
+        *,
+        finetuned: bool = False,
+    ) -> None:
         """Write the complete model (shared entries and the site's own) that the site keeps."""
-        self._save(self.model_path, COMPLETE_MODEL, tensors, {"facts": dict(facts)})
+        path = self.finetuned_model_path if finetuned else self.model_path
+        self._save(path, COMPLETE_MODEL, tensors, {"facts": dict(facts)})
 
     def save_predictions(self, name: str, **arrays: np.ndarray) -> None:
         """Keep the predictions of one round at the site, for metrics and curves."""

@@ -1,4 +1,4 @@
-"""Local epochs at one site: plain PyTorch, nothing of federation but the FedProx term.
+"""Local epochs at one site: plain PyTorch, and the terms that federated methods add to a step.
 
 The data of a site are one contiguous tensor on the network's device, and a batch is an index
 selection from it. All randomness of a call comes from its `seed`: the order of batches and the
@@ -23,7 +23,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fedbn.normalization import split, unwrap_model
+from fedbn.normalization import split, trainable_names, unwrap_model
 
 
 class TrainingSettings(BaseModel):
@@ -172,6 +172,8 @@ def train_epochs(
     seed: int,
     shared_names: Collection[str] = (),
     reference: Mapping[str, torch.Tensor] | None = None,
+    correction: Mapping[str, torch.Tensor] | None = None,
+    only: Collection[str] | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> TrainingOutcome:
     """Train a classifier for ``settings.local_epochs`` passes over a site's samples.
@@ -201,6 +203,11 @@ def train_epochs(
     reference : mapping from str to torch.Tensor, optional
         The received weights that the FedProx term pulls towards; by default those of `model` when
         the call begins.
+    correction : mapping from str to torch.Tensor, optional
+        Added to the gradient of these entries at every step: SCAFFOLD's ``c - c_i``.
+    only : collection of str, optional
+        Names of the only entries to train. All others stay as they are: no gradient is taken, and
+        batch norm normalises with its running statistics, which do not move.
     on_epoch : callable, optional
         Called as ``on_epoch(epoch, loss)`` after each epoch, counted from 0. It may raise to stop.
 
@@ -216,12 +223,13 @@ def train_epochs(
         If the loss or an entry of the state becomes infinite or NaN. The model is then of no use:
         load the last good state.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = _trained_parameters(model, only)
     if not trained:
         raise ValueError(f"network {type(model).__name__} has no parameter to train")
     device = trained[0].device
     inputs, targets = _training_data(inputs, targets, device)
     proximal = _proximal_pairs(model, settings.proximal_mu, shared_names, reference)
+    corrected = _corrected_pairs(model, correction)
     optimizer = _Optimizer(trained, settings)
     memory = _batch_memory(inputs, settings.batch_size)
     criterion: nn.CrossEntropyLoss | None = None
@@ -232,7 +240,7 @@ def train_epochs(
         order = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
         batches = batch_indices(len(inputs), settings.batch_size, order)
         batch_losses: list[torch.Tensor] = []
-        with seeded_rng(derive_seed(seed, "masks", epoch), device):
+        with seeded_rng(derive_seed(seed, "masks", epoch), device), _frozen_but(model, only):
             for batch in batches:
                 rows = batch.to(device)
                 samples = torch.index_select(inputs, 0, rows, out=memory[: len(batch)])
@@ -245,6 +253,8 @@ def train_epochs(
                     loss = loss + proximal_term(*proximal, settings.proximal_mu)
                 optimizer.zero_grad()
                 loss.backward()
+                if corrected:
+                    _add_to_gradients(corrected)
                 optimizer.step()
         n_steps += len(batches)
         losses.append(_epoch_loss(batch_losses, batches))
@@ -417,6 +427,64 @@ def _criterion(
     return nn.CrossEntropyLoss(weight=tensor.to(logits.device, logits.dtype))
 
 
+def _trained_parameters(model: nn.Module, only: Collection[str] | None) -> list[nn.Parameter]:
+    """Return the parameters that a call trains, in the order of ``model.parameters()``."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if only is None:
+        return parameters
+    state = unwrap_model(model).state_dict(keep_vars=True)
+    unknown = sorted(set(only) - state.keys())
+    if unknown:
+        raise ValueError(f"the network has no entry {unknown[0]!r} ({len(unknown)} unknown names)")
+    chosen = {id(state[name]) for name in only}
+    return [parameter for parameter in parameters if id(parameter) in chosen]
+
+
+@contextlib.contextmanager
+def _frozen_but(model: nn.Module, only: Collection[str] | None) -> Iterator[None]:
+    """Hold still everything but some entries: no gradients, batch norm by its statistics."""
+    if only is None:
+        yield
+        return
+    model = unwrap_model(model)
+    trained = {id(parameter) for parameter in _trained_parameters(model, only)}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    norms = [model.get_submodule(layer) for layer in split(model).layers]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for norm in norms:
+            norm.eval()
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for norm in norms:
+            norm.train()
+
+
+def _corrected_pairs(
+    model: nn.Module, correction: Mapping[str, torch.Tensor] | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the weights whose gradients are corrected, each with its correction."""
+    state = unwrap_model(model).state_dict(keep_vars=True)
+    pairs = []
+    for name, tensor in (correction or {}).items():
+        weight = state.get(name)
+        if weight is None or not weight.requires_grad or weight.shape != tensor.shape:
+            got = "no such trained entry" if weight is None else f"shape {tuple(tensor.shape)}"
+            raise ValueError(f"correction of a gradient: {got} for {name!r}")
+        pairs.append((weight, tensor.detach().to(weight.device, weight.dtype, copy=True)))
+    return pairs
+
+
+@torch.no_grad()
+def _add_to_gradients(corrected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for weight, added in corrected:
+        # A weight that this batch did not use has the gradient zero, and is corrected all the same.
+        weight.grad = added.clone() if weight.grad is None else weight.grad.add_(added)
+
+
 def _proximal_pairs(
     model: nn.Module,
     mu: float,
@@ -430,13 +498,8 @@ def _proximal_pairs(
     unknown = sorted(set(shared_names) - state.keys())
     if unknown:
         raise ValueError(f"the network has no entry {unknown[0]!r} ({len(unknown)} unknown names)")
-    held = set(shared_names) - set(split(model).batch_norm)
-    weights: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in state.items():
-        if name in held and tensor.requires_grad and id(tensor) not in seen:  # a tied weight: once
-            seen.add(id(tensor))
-            weights[name] = tensor
+    held = trainable_names(model, set(shared_names) - set(split(model).batch_norm))
+    weights = {name: state[name] for name in held}
     if not weights:
         raise ValueError(
             f"proximal_mu is {mu}, but shared_names has no trainable entry outside of batch norm; "

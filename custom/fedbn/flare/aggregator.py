@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
@@ -11,9 +15,14 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-from fedbn.aggregation import ContributionError, WeightedMean
+from fedbn.aggregation import ContributionError
 from fedbn.flare.job import ERROR, REPORT, redacted, to_arrays, to_tensors
 from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.server import Server
+from fedbn.settings import ExperimentError
+
+Message = tuple[list[str], dict[str, np.ndarray] | None]
+"""Clients, and the arrays that all of them receive."""
 
 
 class FedBNAggregator(ModelAggregator):
@@ -42,7 +51,7 @@ class FedBNAggregator(ModelAggregator):
         super().__init__()
         self.persistor_id = persistor_id
         self._persistor: SharedModelPersistor | None = None
-        self._mean: WeightedMean | None = None
+        self._server: Server | None = None
         self.reset_stats()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -64,8 +73,8 @@ class FedBNAggregator(ModelAggregator):
         self.accepted: list[str] = []
         self.refused: dict[str, str] = {}
         self.dropped: dict[str, int] = {}
-        if self._mean is not None:
-            self._mean.reset()
+        if self._server is not None:
+            self._server.reset()
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
         """Take a contribution from ``ScatterAndGather``, which names the client beside it.
@@ -99,6 +108,19 @@ class FedBNAggregator(ModelAggregator):
         self.accepted.append(client)
         return True
 
+    def messages(self, clients: Sequence[str]) -> list[Message]:
+        """Return what goes out in this round: clients, and the arrays that they all receive."""
+        server = self._make_server()
+        client_of = {self._site_of(client): client for client in clients}
+        return [
+            ([client_of[site] for site in sites], to_arrays(server.message(sites[0])))
+            for sites in server.addressees(list(client_of))
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the job's algorithm has to tell of the last round, for its record."""
+        return self._make_server().facts()
+
     def refuse(self, client: str, reason: str) -> None:
         """Note that a client's contribution is not part of this round, and why."""
         # A client's text may end here by way of its entries' names.
@@ -106,16 +128,19 @@ class FedBNAggregator(ModelAggregator):
         self.warning(f"contribution of {client} refused: {self.refused[client]}")
 
     def aggregate_model(self) -> FLModel:
-        """Return the weighted mean of the accepted contributions, and forget them.
+        """Return what the server makes of the accepted contributions, and forget them.
+
+        By default, their weighted mean.
 
         Raises
         ------
         fedbn.aggregation.ContributionError
             If none was accepted.
         """
-        if self._mean is None:
+        if self._server is None:
             raise ContributionError("no contribution was accepted")
-        params = to_arrays(self._mean.result())
+        self._server.update()
+        params = to_arrays(self._server.state())
         meta = {"nr_aggregated": len(self.accepted)}
         self.reset_stats()
         return FLModel(params_type=ParamsType.FULL, params=params, meta=meta)
@@ -136,9 +161,22 @@ class FedBNAggregator(ModelAggregator):
                 f"{client} sent {self.dropped[client]} entries that belong to its batch norm or "
                 "are no floats; they were dropped (its own filter should have kept them)"
             )
-        if self._mean is None:
-            self._mean = WeightedMean(self._persistor.shared_entries(self.fl_ctx))
-        self._mean.add(client, to_tensors(arrived), self._weight(model))
+        server = self._make_server()
+        server.add(self._site_of(client), to_tensors(arrived), self._weight(model))
+
+    def _make_server(self) -> Server:
+        if self._server is None:
+            assert self._persistor is not None
+            self._server = self._persistor.make_server(self.fl_ctx)
+        return self._server
+
+    def _site_of(self, client: str) -> str:
+        """Return the site that a client stands for; in a foreign workflow, its own name."""
+        assert self._persistor is not None
+        try:
+            return self._persistor.experiment(self.fl_ctx).site_of(client)
+        except ExperimentError:
+            return client
 
     def _weight(self, model: FLModel) -> float:
         assert self._persistor is not None

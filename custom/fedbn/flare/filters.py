@@ -13,6 +13,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 
+from fedbn.control_variates import PREFIX
 from fedbn.flare.job import job_experiment
 from fedbn.networks import build_network
 from fedbn.normalization import Policy, split
@@ -26,10 +27,11 @@ class BatchNormFilter(DXOFilter):
 
     It belongs into a site's own ``local/privacy.json``, as a ``task_result_filters`` entry. It is a
     list of what may pass, not of what may not: the network is built from the job's experiment file,
-    split by module type, and every entry that is not shared under ``policy`` is removed. Beside
-    weights only metrics without arrays pass. Where the network cannot be known (a job of another
-    kind), or a result is of a form that cannot be looked into, nothing passes: the filter raises,
-    and FLARE sends an error in place of the result.
+    split by module type, and every entry that is not shared under ``policy`` is removed. SCAFFOLD's
+    control variate of an entry passes or stays as the entry does. Beside weights only metrics
+    without arrays pass. Where the network cannot be known (a job of another kind), or a result is
+    of a form that cannot be looked into, nothing passes: the filter raises, and FLARE sends an
+    error in place of the result.
 
     It cannot see through a job's own code that hides batch norm under the names of other entries or
     sends it past FLARE's results; see the privacy page for the policy that forbids such code.
@@ -64,16 +66,17 @@ class BatchNormFilter(DXOFilter):
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         """Remove every entry that may not leave; ``None`` (not filtered) if there is none."""
         shared = self._shared_names(fl_ctx)
-        removed = [name for name in dxo.data if name not in shared]
+        passing = {name: value for name, value in dxo.data.items() if _entry_of(name) in shared}
+        removed = len(dxo.data) - len(passing)
         if not removed:
             return None
         self.log_info(
             fl_ctx,
-            f"{len(removed)} of {len(dxo.data)} entries kept at this site by its own policy "
+            f"{removed} of {len(dxo.data)} entries kept at this site by its own policy "
             f"{self.policy!r}",
             fire_event=False,
         )
-        dxo.data = {name: value for name, value in dxo.data.items() if name in shared}
+        dxo.data = passing
         return dxo
 
     def _shared_names(self, fl_ctx: FLContext) -> frozenset[str]:
@@ -87,6 +90,11 @@ class BatchNormFilter(DXOFilter):
                 name, args = settings.name, settings.args
             self._shared[job] = frozenset(split(build_network(name, args), self.policy).shared)
         return self._shared[job]
+
+
+def _entry_of(name: Any) -> Any:
+    """Return the network's entry that a name in a message belongs to."""
+    return name.removeprefix(PREFIX) if isinstance(name, str) else name
 
 
 def _refuse_what_is_not_known(shareable: Shareable) -> None:

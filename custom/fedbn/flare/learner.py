@@ -37,6 +37,7 @@ from fedbn.flare.job import (
     to_arrays,
     to_tensors,
 )
+from fedbn.normalization import entries
 from fedbn.results import site_report, without_nan
 from fedbn.settings import Experiment
 from fedbn.site import Preparation, Site, make_network
@@ -282,33 +283,42 @@ class FedBNLearner(ModelLearner):
         shared = to_tensors(model.params)
         final = site.evaluate(shared, local)
         experiment = self._load_experiment()
-        alone = None
+        self._save_model(site, state)
+        finetuned = alone = None
+        if experiment.finetune:
+            finetuned = site.finetune(self._on_epoch)
+            self._save_model(site, state, finetuned=True)
         if experiment.compare_with_alone:
             alone = site.train_alone(self._on_alone_round)
-        state.save_predictions("final", **_present(federated=final, alone=alone))
+        state.save_predictions(
+            "final", **_present(federated=final, finetuned=finetuned, alone=alone)
+        )
         rounds = {
             int(name.removeprefix("round_")): arrays
             for name, arrays in state.load_predictions().items()
             if name.startswith("round_")
         }
+        results = site_report(site, final, alone, rounds, finetuned=finetuned)
+        return FLModel(metrics={}, meta={REPORT: {"site": site.name, "results": results}})
+
+    def _save_model(self, site: Site, state: SiteState, *, finetuned: bool = False) -> None:
+        """Keep the site's network as it stands, with all that it needs to predict."""
         preparation = site.preparation
         state.save_model(
             {
-                **shared,
-                **local,
+                **entries(site.network, [*site.partition.shared, *site.partition.local]),
                 "standardization.mean": preparation.mean,
                 "standardization.std": preparation.std,
             },
             {
-                "network": experiment.network.model_dump(),
-                "policy": experiment.policy,
-                "local entries": list(local),
+                "network": site.experiment.network.model_dump(),
+                "policy": site.experiment.policy,
+                "local entries": list(site.partition.local),
                 "classes": ["control", "autism"],
                 "signature": site.store.signature(),
             },
+            finetuned=finetuned,
         )
-        report = {"site": site.name, "results": site_report(site, final, alone, rounds)}
-        return FLModel(metrics={}, meta={REPORT: report})
 
     def _score(self, model: FLModel) -> FLModel:
         """Score weights that some other workflow sent, with the site's own batch norm."""

@@ -17,14 +17,15 @@ from nvflare.app_common.abstract.model_persistor import ModelPersistor
 from nvflare.app_common.app_constant import DefaultCheckpointFileName
 
 from fedbn.flare.job import job_experiment, to_arrays, to_tensors
-from fedbn.networks import build_network
-from fedbn.normalization import check_entries, entries, require_batch_norm, split
+from fedbn.normalization import check_entries, entries
+from fedbn.server import Server, make_server
 from fedbn.settings import Experiment
+from fedbn.site import make_network
 from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint, save_checkpoint
 
 
 class SharedModelPersistor(ModelPersistor):
-    """Hold, load and save the shared entries of the job's network, and nothing else.
+    """Hold, load and save what the job's server holds: the shared entries, nothing of a site.
 
     Its schema is the network without its local entries, so that what is broadcast, what comes back
     and what is saved have the same names. With FLARE's own persistor round 0 would broadcast the
@@ -66,9 +67,16 @@ class SharedModelPersistor(ModelPersistor):
         return self._experiment
 
     def shared_entries(self, fl_ctx: FLContext) -> dict[str, torch.Tensor]:
-        """Return the initial shared entries: the schema of every message of the job."""
+        """Return the initial shared entries of the network."""
         self._build(fl_ctx)
         return self._shared
+
+    def make_server(self, fl_ctx: FLContext) -> Server:
+        """Return the server of the job's algorithm as it is before round 0."""
+        self._build(fl_ctx)
+        assert self._experiment is not None
+        network, partition = make_network(self._experiment)
+        return make_server(self._experiment, network, partition, self._shared)
 
     def local_names(self, fl_ctx: FLContext) -> tuple[str, ...]:
         """Return the names of the entries that must not arrive here."""
@@ -76,11 +84,11 @@ class SharedModelPersistor(ModelPersistor):
         return self._local
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
-        """Return the shared entries to start from."""
-        return make_model_learnable(to_arrays(self.shared_entries(fl_ctx)), {})
+        """Return what the server holds before round 0."""
+        return make_model_learnable(to_arrays(self.make_server(fl_ctx).state()), {})
 
     def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
-        """Write the shared entries, marked as what they are: not a complete model."""
+        """Write what the server holds, marked as what it is: not a complete model."""
         path = self.path(fl_ctx)
         experiment = self.experiment(fl_ctx)
         facts = {
@@ -99,9 +107,7 @@ class SharedModelPersistor(ModelPersistor):
         if self._experiment is not None:
             return
         experiment = job_experiment(fl_ctx)
-        network = build_network(experiment.network.name, experiment.network.args, experiment.seed)
-        partition = split(network, experiment.policy)
-        require_batch_norm(network, partition)
+        network, partition = make_network(experiment)
         shared = entries(network, partition.shared)
         if self.initial_weights:
             path = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)) / self.initial_weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from data_prep.site_store import signature_differences
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
-from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
     ERROR,
     FINAL,
@@ -86,7 +86,11 @@ class FedBNWorkflow(ModelController):
         aggregator_id: str = "aggregator",
         persistor_id: str = AppConstants.DEFAULT_PERSISTOR_ID,
     ):
-        super().__init__(persistor_id=persistor_id, task_check_period=0.1)
+        super().__init__(
+            persistor_id=persistor_id,
+            task_check_period=0.1,
+            allow_empty_global_weights=True,  # where each site trains alone, nothing is shared
+        )
         for name, value, least in (
             ("min_sites", min_sites, 0),
             ("round_seconds", round_seconds, 1),
@@ -168,7 +172,7 @@ class FedBNWorkflow(ModelController):
         def failed() -> bool:
             return any(answer.get(ERROR) for answer in answers.values())
 
-        self._ask(PREFLIGHT, self._reading(answers), self.preflight_seconds, failed)
+        self._ask(PREFLIGHT, None, self._reading(answers), self.preflight_seconds, failed)
         for answer in answers.values():
             if not answer.get(ERROR) and not isinstance(answer.get("signature"), dict):
                 answer[ERROR] = "its answer does not say what its store holds"
@@ -203,7 +207,7 @@ class FedBNWorkflow(ModelController):
         self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
 
     def _round(self, number: int, model: FLModel) -> FLModel:
-        """Send the shared entries, gather contributions, and return their mean."""
+        """Send the shared entries, gather contributions, and return what is made of them."""
         started = time.monotonic()
         self.fl_ctx.set_prop(AppConstants.CURRENT_ROUND, number, private=True, sticky=False)
         self.event(AppEventType.ROUND_STARTED)
@@ -222,7 +226,7 @@ class FedBNWorkflow(ModelController):
         def enough() -> bool:
             return len(self.aggregator.accepted) >= self.quorum
 
-        self._ask(TRAIN, collect, self.round_seconds, enough, model=model, round_number=number)
+        self._ask(TRAIN, self._messages(), collect, self.round_seconds, enough, round_number=number)
         if self.abort_signal.triggered:
             return model
         record = self._record(number, reports, time.monotonic() - started)
@@ -234,6 +238,7 @@ class FedBNWorkflow(ModelController):
             )
         self.event(AppEventType.BEFORE_AGGREGATION)
         mean = self.aggregator.aggregate_model()
+        record |= self.aggregator.facts()
         self.fire_event_with_data(
             AppEventType.AFTER_AGGREGATION, self.fl_ctx, AppConstants.AGGREGATION_RESULT, mean
         )
@@ -268,7 +273,7 @@ class FedBNWorkflow(ModelController):
         def enough() -> bool:
             return sum(ERROR not in answer for answer in answers.values()) >= self.quorum
 
-        self._ask(FINAL, self._reading(answers), self.round_seconds, enough, model=model)
+        self._ask(FINAL, self._messages(), self._reading(answers), self.round_seconds, enough)
         if self.abort_signal.triggered:
             return
         shared: dict[str, torch.Tensor] = to_tensors(model.params)
@@ -319,39 +324,43 @@ class FedBNWorkflow(ModelController):
     def _ask(
         self,
         purpose: str,
+        messages: Sequence[Message] | None,
         callback: Callable[[FLModel], bool],
         seconds: int,
         enough: Callable[[], bool] | None = None,
         *,
-        model: FLModel | None = None,
         round_number: int = 0,
     ) -> None:
         """Send one task to every site and wait for the answers, at most until the deadline.
+
+        Sites of one group receive the same arrays; without messages, all receive no arrays.
 
         With ``enough``, the wait also ends ``grace_seconds`` after it has become true. FLARE's own
         count of answers would start the grace with answers that are errors.
         """
         self._callback = callback
-        clients = list(self.site_of_client)
-        report = {PURPOSE: purpose, PREPARED: sorted(self.prepared)}
-        params = model.params if model is not None else None
-        data = FLModel(
-            params_type=ParamsType.FULL if params is not None else None,
-            params=params,
-            metrics={} if params is None else None,
-            current_round=round_number,
-            total_rounds=self.experiment.rounds,
-            meta={REPORT: report},
-        )
-        self.broadcast_model(
-            data=data,
-            task_name=AppConstants.TASK_TRAIN if purpose == TRAIN else AppConstants.TASK_VALIDATION,
-            targets=clients,
-            min_responses=len(clients),
-            timeout=seconds,
-            blocking=False,
-            callback=callback,
-        )
+        if messages is None:
+            messages = [(list(self.site_of_client), None)]
+        for clients, params in messages:
+            data = FLModel(
+                params_type=ParamsType.FULL if params is not None else None,
+                params=params,
+                metrics={} if params is None else None,
+                current_round=round_number,
+                total_rounds=self.experiment.rounds,
+                meta={REPORT: {PURPOSE: purpose, PREPARED: sorted(self.prepared)}},
+            )
+            self.broadcast_model(
+                data=data,
+                task_name=(
+                    AppConstants.TASK_TRAIN if purpose == TRAIN else AppConstants.TASK_VALIDATION
+                ),
+                targets=clients,
+                min_responses=len(clients),
+                timeout=seconds,
+                blocking=False,
+                callback=callback,
+            )
         enough_since: float | None = None
         while self.get_num_standing_tasks():
             if self.abort_signal.triggered:
@@ -362,6 +371,9 @@ class FedBNWorkflow(ModelController):
             if enough_since is not None and time.monotonic() - enough_since >= self.grace_seconds:
                 self.cancel_all_tasks()
             time.sleep(self._task_check_period)
+
+    def _messages(self) -> list[Message]:
+        return self.aggregator.messages(list(self.site_of_client))
 
     def _accept_train_result(
         self, client_name: str, result: Shareable, fl_ctx: FLContext, is_unknown_task: bool = False
