@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from rich.progress import (
 
 from data_prep.site_store import default_data_root
 from fedbn.settings import Experiment, read_experiment
-from fedbn.site_state import write_json
+from fedbn.site_state import atomic_write, write_json
 
 app = typer.Typer(
     help="Federated learning in which every hospital keeps its own batch norm.",
@@ -85,63 +86,63 @@ def run(
             write_json(out, result.report)
 
 
-@app.command("cross-validate")
-def cross_validate_command(
+@app.command()
+def compare(
     job: Job,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results; a stopped comparison is continued.")
+    ],
     data: DataRoot = None,
-    policies: Annotated[
-        str, typer.Option(help="Policies to compare, with commas: fedbn, silobn, none (FedAvg).")
-    ] = "fedbn,none",
-    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0.", min=1)] = 1,
-    folds: Annotated[
-        str | None, typer.Option(help="Folds to hold out, with commas; all if left out.")
+    methods: Annotated[
+        str, typer.Option(help="Methods, with commas; the tables keep their order.")
+    ] = "singleset,fedavg,fedprox,fedbn",
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Method to subtract. Default: fedavg if it is there, else the first."),
     ] = None,
+    folds: Annotated[int | None, typer.Option(help="Folds, each held out once a seed.")] = None,
+    seeds: Annotated[int, typer.Option(help="Repetitions, each with folds of its own.")] = 5,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    alone: Annotated[bool, typer.Option(help="Also train each site alone.")] = True,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: one a CPU core.", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write all scores here, as JSON.")] = None,
 ) -> None:
-    """Repeat a job's experiment over folds, seeds and policies, and print one table."""
+    """Compare methods by repeated cross-validation on a job's experiment, with paired intervals."""
     with _one_sentence():
-        from dataclasses import asdict
-
-        from fedbn.experiment import cross_validate, plan_runs, read_stores
-        from fedbn.report.tables import cross_validation_table
+        from fedbn import comparison
+        from fedbn.report.comparison_tables import comparison_tables, difference_sentences, width
+        from fedbn.report.tables import render
 
         experiment = read_experiment(job)
         training = {
-            name: value
-            for name, value in (
-                ("local_epochs", local_epochs),
-                ("batch_size", batch_size),
-                ("learning_rate", learning_rate),
-            )
-            if value is not None
+            "local_epochs": local_epochs,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
         }
+        given = {name: value for name, value in training.items() if value is not None}
         experiment = _changed(
-            experiment,
+            experiment.changed(fold=0),
             rounds=rounds,
-            compare_with_alone=alone,
-            training={**experiment.training.model_dump(), **training},
+            n_folds=folds,
+            training={**experiment.training.model_dump(), **given},
         )
-        root = data or default_data_root()
-        runs = plan_runs(experiment, policies.split(","), range(seeds), _numbers("folds", folds))
-        # A fault in the data is told once, before any process starts.
-        synthetic = any(store.is_synthetic for store in read_stores(root, experiment).values())
-        with _progress() as progress:
-            task = progress.add_task("runs", total=len(runs))
-            scores = cross_validate(
-                runs,
-                root,
+        names = [name.strip() for name in methods.split(",") if name.strip()]
+        plan = comparison.plan_comparison(experiment, names, seeds, reference)
+        with _runs_progress() as on_run:
+            summary = comparison.compare(
+                plan,
+                data or default_data_root(),
+                out,
                 processes=jobs or os.cpu_count() or 1,
-                on_run=lambda done: progress.update(task, completed=done),
+                on_run=on_run,
             )
-        screen.print(cross_validation_table(scores, synthetic=synthetic))
-        if out is not None:
-            write_json(out, [asdict(score) for score in scores])
+        tables = comparison_tables(summary)
+        sentences = difference_sentences(summary)
+        text = render(tables, width=width(summary)) + "\n" + "\n".join(sentences) + "\n"
+        with atomic_write(out / "tables.txt") as file:
+            file.write(text.encode())
+        typer.echo(text, nl=False)
 
 
 @app.command()
@@ -173,15 +174,6 @@ def _results_file(folder: Path) -> Path:
     return found[0]
 
 
-def _numbers(option: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--{option} takes whole numbers with commas, got {text!r}") from error
-
-
 def _changed(experiment: Experiment, **changes: object) -> Experiment:
     return experiment.changed(**{k: v for k, v in changes.items() if v is not None})
 
@@ -195,6 +187,32 @@ def _progress() -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )
+
+
+@contextlib.contextmanager
+def _runs_progress() -> Iterator[Callable[[int, int], None]]:
+    """Follow a comparison: a bar with the time left on a terminal, else a line now and then."""
+    started = time.monotonic()
+    first: list[int] = []
+    with _progress() as progress:
+        task = progress.add_task("runs", total=None)
+        told = started
+
+        def on_run(done: int, total: int) -> None:
+            nonlocal told
+            if not first:
+                first.append(done)
+                if done:
+                    typer.echo(f"{done} of {total} runs are there already", err=True)
+                progress.reset(task, total=total, completed=done)
+            progress.update(task, completed=done)
+            now = time.monotonic()
+            if not progress.console.is_terminal and done > first[0] and now - told > 30:
+                told = now
+                left = (total - done) * (now - started) / (done - first[0])
+                typer.echo(f"{done} of {total} runs, about {left / 60:.0f} min left", err=True)
+
+        yield on_run
 
 
 @contextlib.contextmanager

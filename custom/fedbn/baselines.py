@@ -44,7 +44,7 @@ def fit_ridge(inputs: torch.Tensor, targets: np.ndarray, subjects: np.ndarray, s
         Of the inner folds.
     """
     from sklearn.kernel_ridge import KernelRidge
-    from threadpoolctl import threadpool_limits
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     mean = inputs.mean(dim=0)
     centred = inputs - mean

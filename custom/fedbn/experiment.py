@@ -1,15 +1,13 @@
 """A federation inside one process: the same training and aggregation, no transport.
 
-For sweeps over folds and seeds, and for parity: a simulator run and an in-process run of the same
-experiment give the same weights, because both are made of :class:`fedbn.site.Site` and
+For comparisons over folds and seeds, and for parity: a simulator run and an in-process run of the
+same experiment give the same weights, because both are made of :class:`fedbn.site.Site` and
 :class:`fedbn.server.Server`.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 
 from data_prep.site_store import SiteStore, check_compatible, read_site_store
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
-from fedbn.results import ALONE, FEDERATED, run_report, site_report
+from fedbn.results import run_report, site_report
 from fedbn.server import make_server
 from fedbn.settings import Experiment
 from fedbn.site import RoundResult, Site, make_network
@@ -175,116 +173,3 @@ def run_federation(
     ]
     report = run_report(experiment, reports, rounds, federation.shared, transport="in process")
     return FederationResult(shared=federation.shared, local=federation.local, report=report)
-
-
-@dataclass(frozen=True)
-class Score:
-    """One site's score in one run of a cross-validation.
-
-    Attributes
-    ----------
-    method
-        A policy, or ``"alone"``.
-    site, fold, seed
-        Where, and in which run.
-    metrics
-        ``{"subject": …, "window": …}`` as :func:`fedbn.evaluation.evaluate_site` gives them.
-    """
-
-    method: str
-    site: str
-    fold: int
-    seed: int
-    metrics: dict[str, dict[str, Any]]
-
-
-def plan_runs(
-    experiment: Experiment,
-    policies: Sequence[str],
-    seeds: Sequence[int],
-    folds: Sequence[int] | None = None,
-) -> list[Experiment]:
-    """Repeat an experiment over policies, folds and seeds.
-
-    All policies see the same splits, initial weights and order of batches, so that differences
-    are paired. Each site is also trained alone, once a fold and seed, if the experiment says so.
-
-    Parameters
-    ----------
-    experiment
-        What to run; its policy, fold and seed are replaced.
-    policies
-        Names of policies.
-    seeds
-        Each gives other folds, initial weights and orders of batches.
-    folds
-        Which folds to hold out; all of them if ``None``.
-
-    Raises
-    ------
-    fedbn.settings.ExperimentError
-        If a policy, seed or fold is none.
-    """
-    return [
-        experiment.changed(
-            policy=policy,
-            fold=fold,
-            seed=seed,
-            compare_with_alone=experiment.compare_with_alone and policy == policies[0],
-        )
-        for seed in seeds
-        for fold in (range(experiment.n_folds) if folds is None else folds)
-        for policy in policies
-    ]
-
-
-def cross_validate(
-    runs: Sequence[Experiment],
-    data_root: Path,
-    *,
-    processes: int = 1,
-    on_run: Callable[[int], None] | None = None,
-) -> list[Score]:
-    """Run many experiments, several at a time, each on one CPU thread.
-
-    Parameters
-    ----------
-    runs
-        From :func:`plan_runs`.
-    data_root
-        Folder with one store a site.
-    processes
-        How many runs at a time.
-    on_run
-        Called with the number of finished runs.
-
-    Returns
-    -------
-    list of Score
-        In the order of `runs`; within one, of its sites.
-    """
-    scores: list[list[Score]] = [[] for _ in runs]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        numbers = {pool.submit(_scores_of_run, run, data_root): k for k, run in enumerate(runs)}
-        try:
-            for done, future in enumerate(as_completed(numbers), start=1):
-                scores[numbers[future]] = future.result()
-                if on_run is not None:
-                    on_run(done)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [score for of_run in scores for score in of_run]
-
-
-def _scores_of_run(experiment: Experiment, data_root: Path) -> list[Score]:
-    torch.set_num_threads(1)
-    report = run_federation(experiment, read_stores(data_root, experiment)).report
-    scores = []
-    for site, results in report["sites"].items():
-        for method, key in ((experiment.policy, FEDERATED), (ALONE, ALONE)):
-            if key in results:
-                score = Score(method, site, experiment.fold, experiment.seed, results[key])
-                scores.append(score)
-    return scores

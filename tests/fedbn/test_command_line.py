@@ -60,33 +60,6 @@ def test_a_workspace_with_one_run_is_enough_to_print_its_results(job, data_root,
     assert "what each site gained" in invoke("results", workspace).output
 
 
-@pytest.mark.slow
-def test_cross_validation_repeats_single_runs(job, data_root, tmp_path):
-    out = tmp_path / "scores.json"
-    done = invoke(
-        "cross-validate", job, "--data", data_root, "--policies", "fedbn,none", "--folds", "0,2",
-        "--seeds", 2, "--jobs", 2, "--out", out,
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    scores = json.loads(out.read_text())
-    assert len(scores) == 3 * 2 * 2 * 2  # methods (alone too), folds, seeds, sites
-    experiment = read_experiment(job).changed(policy="none", fold=2, seed=1)
-    report = run_federation(experiment, read_stores(data_root, experiment)).report
-    for site in experiment.sites:
-        score = next(
-            s for s in scores
-            if (s["method"], s["site"], s["fold"], s["seed"]) == ("none", site, 2, 1)
-        )  # fmt: skip
-        assert score["metrics"] == report["sites"][site]["federated"]
-    values = [
-        100 * s["metrics"]["subject"]["accuracy"]
-        for s in scores
-        if s["method"] == "none" and s["site"] == "NYU"
-    ]
-    row = next(line for line in done.output.splitlines() if line.split()[:1] == ["none"])
-    assert f"{sum(values) / len(values):.1f}" in row
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -94,8 +67,6 @@ def test_cross_validation_repeats_single_runs(job, data_root, tmp_path):
         (["run", "JOB", "--data", "no/such/folder"], "NYU"),
         (["run", "JOB", "--data", "DATA", "--policy", "fedbm"], "policy"),
         (["run", "JOB", "--data", "DATA", "--fold", "9"], "fold is 9"),
-        (["cross-validate", "JOB", "--data", "DATA", "--policies", "fedbn,x"], "policy"),
-        (["cross-validate", "JOB", "--data", "DATA", "--folds", "0,a"], "folds"),
         (["results", "no/such/folder"], "no results.json"),
         (["results", "EXPERIMENT"], "not a results file"),
     ],

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from data_prep.site_store import StoreError, read_site_store
-from fedbn.experiment import cross_validate, plan_runs, read_stores, run_federation
 from fedbn.experiment import federate as in_process
+from fedbn.experiment import read_stores, run_federation
 from fedbn.results import weights_digest
-from fedbn.settings import ExperimentError
 from fedbn.site import Site, make_network
 
 NORM = "hidden.0.norm"
@@ -312,57 +311,3 @@ def test_a_federation_that_is_not_scored_in_each_round_has_the_same_weights(data
         assert weights_digest(scored.local[site]) == weights_digest(unscored.local[site])
     assert all(len(rounds) == settings.rounds for rounds in scored.predictions.values())
     assert unscored.predictions == {site: {} for site in settings.sites}
-
-
-# ----------------------------------------------------------------------------- cross-validation
-
-
-def test_a_plan_pairs_methods_and_trains_alone_once(experiment):
-    runs = plan_runs(experiment(n_folds=2, compare_with_alone=True), ["none", "fedbn"], [0, 3])
-    assert [(r.seed, r.fold, r.policy, r.compare_with_alone) for r in runs] == [
-        (seed, fold, policy, policy == "none")
-        for seed in (0, 3)
-        for fold in (0, 1)
-        for policy in ("none", "fedbn")
-    ]
-    assert not any(r.compare_with_alone for r in plan_runs(experiment(), ["none"], [0]))
-    assert [r.fold for r in plan_runs(experiment(), ["none"], [0], [3, 1])] == [3, 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((["fedbn"], [0], [9]), "fold is 9, but with n_folds 4"),
-        ((["fedprox"], [0]), "policy"),
-        ((["fedbn"], [-1]), "seed"),
-    ],
-)
-def test_what_cannot_be_run_is_told_when_it_is_planned(experiment, arguments, reason):
-    with pytest.raises(ExperimentError, match=reason):
-        plan_runs(experiment(), *arguments)
-
-
-@pytest.mark.slow
-def test_a_cross_validation_equals_its_single_runs(data_root, experiment):
-    settings = experiment(n_folds=2, rounds=1, compare_with_alone=True)
-    runs, told = plan_runs(settings, ["fedbn", "none"], [3]), []
-    scores = cross_validate(runs, data_root, processes=2, on_run=told.append)
-    assert told == [1, 2, 3, 4]
-    found = {(s.method, s.seed, s.fold, s.site): s.metrics for s in scores}
-    assert set(found) == {
-        (method, 3, fold, site)
-        for method in ("alone", "fedbn", "none")
-        for fold in (0, 1)
-        for site in ("NYU", "UM")
-    }
-    settings = settings.changed(policy="none", fold=1, seed=3)
-    expected = run_federation(settings, read_stores(data_root, settings)).report
-    assert found["none", 3, 1, "UM"] == expected["sites"]["UM"]["federated"]
-    assert found["alone", 3, 1, "UM"] == expected["sites"]["UM"]["alone"]
-
-
-@pytest.mark.slow
-def test_an_error_in_one_run_of_a_cross_validation_comes_out(data_root, experiment):
-    runs = [experiment(network={"args": {"in_features": 67}})]
-    with pytest.raises(StoreError, match="cannot take the store's samples of 66 edges"):
-        cross_validate(runs, data_root, processes=1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,12 +13,9 @@ from rich.table import Table
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.results import ALONE, FEDERATED
 
-if TYPE_CHECKING:
-    from fedbn.experiment import Score
-
 SYNTHETIC = "SYNTHETIC COHORT, no patient's data\n"
 WIDTH = 80
-_LOOK: dict[str, Any] = {
+LOOK: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
     "pad_edge": False,
     "title_justify": "left",
@@ -50,7 +45,7 @@ def gain_table(results: Mapping[str, Any]) -> Table:
     """One row a site: the federated model beside the one it could train alone."""
     experiment = results["experiment"]
     table = Table(
-        **_LOOK,
+        **LOOK,
         title=(
             f"{_label(results)}what each site gained\n(policy {experiment['policy']}, "
             f"{experiment['rounds']} rounds, fold {experiment['fold']} of {experiment['n_folds']}, "
@@ -101,7 +96,7 @@ def curve_table(results: Mapping[str, Any]) -> Table:
     """One row a round: subject accuracy of each site before and after its local training."""
     sites = list(results["sites"])
     table = Table(
-        **_LOOK,
+        **LOOK,
         title=(
             f"{_label(results)}accuracy in % by held-out subject,\n"
             "round by round, before > after local training"
@@ -117,60 +112,6 @@ def curve_table(results: Mapping[str, Any]) -> Table:
     for number in sorted({number for curve in curves.values() for number in curve}):
         table.add_row(str(number), *(_before_after(curves[site].get(number)) for site in sites))
     return table
-
-
-def cross_validation_table(scores: Sequence[Score], *, synthetic: bool) -> Table:
-    """One row a method: accuracy by subject at each site, then the means over sites.
-
-    A cell is the mean over seeds and, in brackets, the standard deviation over seeds of the mean
-    over folds.
-    """
-    sites = list(dict.fromkeys(score.site for score in scores))
-    folds = len({score.fold for score in scores})
-    seeds = len({score.seed for score in scores})
-    table = Table(
-        **_LOOK,
-        title=(
-            f"{SYNTHETIC if synthetic else ''}accuracy by subject in %, mean over {folds} folds "
-            f"and {seeds} seeds (standard deviation over seeds)"
-        ),
-        caption=(
-            "macro: every site counts the same; 'none' shares all floating state (FedAvg); "
-            "'alone' is each site without the others"
-        ),
-    )
-    table.add_column("method")
-    for heading in (*sites, "macro, subject", "macro, window", "macro AUC, subject"):
-        table.add_column(heading, justify="right")
-    for method in dict.fromkeys(score.method for score in scores):
-        of_method = [score for score in scores if score.method == method]
-        table.add_row(
-            method,
-            *(
-                _mean_and_spread([s for s in of_method if s.site == site], "subject", "accuracy")
-                for site in sites
-            ),
-            _mean_and_spread(of_method, "subject", "accuracy"),
-            _mean_and_spread(of_method, "window", "accuracy"),
-            _mean_and_spread(of_method, "subject", "auc", scale=1, digits=3),
-        )
-    return table
-
-
-def _mean_and_spread(
-    scores: Sequence[Score], level: str, metric: str, scale: float = 100, digits: int = 1
-) -> str:
-    """Mean over sites and folds for each seed, then mean and spread over seeds."""
-    by_seed: dict[int, list[float]] = {}
-    for score in scores:
-        value = score.metrics[level][metric]
-        if value is not None:
-            by_seed.setdefault(score.seed, []).append(scale * value)
-    means = [math.fsum(values) / len(values) for values in by_seed.values()]
-    if not means:
-        return "-"
-    spread = statistics.stdev(means) if len(means) > 1 else math.nan
-    return f"{statistics.fmean(means):.{digits}f} ({spread:.{digits}f})"
 
 
 def render(tables: Iterable[Table], width: int = WIDTH) -> str:

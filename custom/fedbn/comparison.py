@@ -1,0 +1,634 @@
+"""Methods against each other: repeated cross-validation, paired, resumable, with honest intervals.
+
+Every method sees the same splits, initial weights and order of batches, so that the difference of
+two methods in one seed and fold is theirs and not the draw's. Each run (method, seed, fold) is one
+unit of work in a process of its own thread, and one file under ``runs/``, written atomically. What
+is there is not run again, and everything else (``results.csv``, ``summary.json``) is computed from
+these files, so that an interrupted comparison ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import hashlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_prep.site_store import SiteStore
+from fedbn import evaluation, operating_point, paired
+from fedbn.experiment import read_stores
+from fedbn.methods import Outcome, method, own_threshold
+from fedbn.results import versions, without_nan
+from fedbn.settings import Experiment
+from fedbn.site import store_fingerprint
+from fedbn.site_state import atomic_write, write_json
+
+FORMAT = "fedbn-comparison-1"
+IDENTITY_FILE = "comparison.json"
+RESULTS_FILE = "results.csv"
+SUMMARY_FILE = "summary.json"
+RUNS_FOLDER = "runs"
+LEVELS = ("subject", "window")
+MACRO, WEIGHTED = "macro", "weighted"
+OWN_THRESHOLD = "accuracy_own_threshold"
+METRICS = (*evaluation.METRICS, "brier", OWN_THRESHOLD)
+"""Of each row and level. All but ``brier`` are better if higher."""
+
+_DECIDE_NUMBERS = ("fedbn", "python", "torch", "numpy", "scikit-learn", "monai")
+# Replaced by each method, seed and fold, or of no weight for the numbers.
+_NOT_COMPARED = ("name", "policy", "algorithm", "finetune", "fold", "seed", "compare_with_alone")
+
+
+class ComparisonError(ValueError):
+    """A comparison that cannot be planned or continued; one sentence."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One unit of work: a method on one fold of one seed."""
+
+    method: str
+    seed: int
+    fold: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared.
+
+    Attributes
+    ----------
+    experiment
+        What all methods have in common; its seed, fold and policy are replaced.
+    methods
+        Names, in the order of the tables.
+    n_seeds
+        Seeds 0 to ``n_seeds - 1``.
+    reference
+        The method that the others are subtracted from.
+    """
+
+    experiment: Experiment
+    methods: tuple[str, ...]
+    n_seeds: int
+    reference: str
+
+    @property
+    def runs(self) -> list[Run]:
+        """All units of work, method by method within each fold of each seed."""
+        return [
+            Run(name, seed, fold)
+            for seed in range(self.n_seeds)
+            for fold in range(self.experiment.n_folds)
+            for name in self.methods
+        ]
+
+    def experiment_of(self, run: Run) -> Experiment:
+        """Return the experiment of one unit of work, its sites in the order of their names."""
+        common = self.experiment.changed(
+            seed=run.seed, fold=run.fold, sites=tuple(sorted(self.experiment.sites))
+        )
+        return method(run.method).experiment(common)
+
+
+def plan_comparison(
+    experiment: Experiment, methods: Sequence[str], n_seeds: int, reference: str | None = None
+) -> Plan:
+    """Check what is asked for, before anything runs.
+
+    Parameters
+    ----------
+    experiment
+        What all methods have in common.
+    methods
+        Two or more of :data:`fedbn.methods.METHODS`, or one alone for its table.
+    n_seeds
+        Repetitions, each with its own folds.
+    reference
+        One of `methods`; by default ``"fedavg"`` if it is among them, and otherwise the first.
+
+    Raises
+    ------
+    ValueError
+        If a method is unknown or named twice, or there is no repetition.
+    """
+    for name in methods:
+        method(name)
+    twice = [name for k, name in enumerate(methods) if name in methods[:k]]
+    if twice:
+        raise ComparisonError(f"method {twice[0]!r} is named twice")
+    if not methods:
+        raise ComparisonError("there is no method to compare")
+    if n_seeds < 1:
+        raise ComparisonError(f"seeds is {n_seeds}; it must be at least 1")
+    if reference is None:
+        reference = "fedavg" if "fedavg" in methods else methods[0]
+    if reference not in methods:
+        raise ComparisonError(
+            f"reference {reference!r} is not among the methods ({', '.join(methods)})"
+        )
+    plan = Plan(experiment, tuple(methods), n_seeds, reference)
+    for name in methods:
+        plan.experiment_of(Run(name, 0, 0))
+    return plan
+
+
+def compare(
+    plan: Plan,
+    data_root: Path,
+    out: Path,
+    *,
+    processes: int = 1,
+    on_run: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Run what is missing of a comparison, and write its results.
+
+    Parameters
+    ----------
+    plan
+        From :func:`plan_comparison`.
+    data_root
+        Folder with one store a site.
+    out
+        Gets ``comparison.json``, ``runs/``, ``results.csv`` and ``summary.json``. A folder of the
+        same settings and data is continued, also with further methods or seeds.
+    processes
+        How many runs at a time, each on one CPU thread.
+    on_run
+        Called with the number of runs that are there and that of all: once before the first one
+        starts, and then after each.
+
+    Returns
+    -------
+    dict
+        The content of ``summary.json``.
+
+    Raises
+    ------
+    ComparisonError
+        If `out` holds something else, or a run fails.
+    data_prep.site_store.StoreError
+        If a store is missing, damaged, or made in another way than the others.
+    """
+    stores = read_stores(data_root, plan.experiment)
+    identity = _identity(plan.experiment, stores)
+    _claim(out, identity)
+    keys = {run: _key(run, plan, identity) for run in plan.runs}
+    records = {}
+    for run, key in keys.items():
+        record = _read_record(_record_path(out, run, key), key)
+        if record is not None:
+            records[run] = record
+    missing = [run for run in plan.runs if run not in records]
+    if on_run is not None:
+        on_run(len(records), len(keys))
+    if missing:
+        units = {
+            run: (
+                run,
+                plan.experiment_of(run),
+                data_root,
+                identity["stores"],
+                _record_path(out, run, keys[run]),
+                keys[run],
+            )
+            for run in missing
+        }
+        for done, run in enumerate(_execute(units, processes), start=len(records) + 1):
+            record = _read_record(_record_path(out, run, keys[run]), keys[run])
+            if record is None:
+                raise ComparisonError(f"{_named(run)}: its file cannot be read back")
+            records[run] = record
+            if on_run is not None:
+                on_run(done, len(keys))
+    ordered = {run: records[run] for run in plan.runs}
+    rows = [row for run, record in ordered.items() for row in score_record(run, record)]
+    _write_csv(out / RESULTS_FILE, rows)
+    synthetic = any(store.is_synthetic for store in stores.values())
+    summary = summarise(plan, rows, ordered, identity, synthetic=synthetic)
+    write_json(out / SUMMARY_FILE, summary)
+    return summary
+
+
+# ------------------------------------------------------------------------------------ the folder
+
+
+def _identity(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Any]:
+    """Return what all runs of one folder have in common."""
+    settings = experiment.model_dump(mode="json")
+    settings = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+    settings["sites"] = sorted(settings["sites"])
+    settings["training"] = {**settings["training"], "proximal_mu": 0.0}  # the method's own
+    found = versions()
+    return {
+        "format": FORMAT,
+        "experiment": settings,
+        "stores": {site: store_fingerprint(stores[site]) for site in sorted(stores)},
+        "versions": {name: found[name] for name in _DECIDE_NUMBERS},
+    }
+
+
+def _claim(out: Path, identity: Mapping[str, Any]) -> None:
+    """Make the folder this comparison's, or see that it is."""
+    path = out / IDENTITY_FILE
+    if path.is_file():
+        try:
+            there = json.loads(path.read_text())
+        except ValueError as error:
+            raise ComparisonError(f"{path} is damaged ({error}); give another --out") from error
+        difference = _first_difference(there, identity)
+        if difference:
+            raise ComparisonError(
+                f"{out} holds another comparison: {difference}; give another --out, or remove it"
+            )
+        return
+    if out.is_dir() and any(out.iterdir()):
+        raise ComparisonError(f"{out} is not empty and holds no comparison; give another --out")
+    if out.exists() and not out.is_dir():
+        raise ComparisonError(f"{out} is not a folder; give another --out")
+    (out / RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
+    write_json(path, identity)
+
+
+def _first_difference(there: Any, here: Any, where: str = "") -> str:
+    """Name the first setting in which two identities differ; empty if there is none."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for name in dict.fromkeys([*here, *there]):
+            inside = f"{where}.{name}" if where else str(name)
+            found = _first_difference(there.get(name), here.get(name), inside)
+            if found:
+                return found
+        return ""
+    if there == here:
+        return ""
+    if where.startswith("stores."):
+        return f"the data of site {where.removeprefix('stores.')!r} have changed since"
+    return f"{where.removeprefix('experiment.')} is {there} there and {here} here"
+
+
+def _key(run: Run, plan: Plan, identity: Mapping[str, Any]) -> str:
+    experiment = plan.experiment_of(run).model_dump(mode="json")
+    content = {**identity, "experiment": experiment, "method": run.method}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _record_path(out: Path, run: Run, key: str) -> Path:
+    return out / RUNS_FOLDER / f"{run.method}_seed{run.seed}_fold{run.fold}_{key}.json"
+
+
+def _read_record(path: Path, key: str) -> dict[str, Any] | None:
+    """Read one run's file; ``None`` if it is not there or not whole, so that it is run again."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(record, dict) and record.get("key") == key and "sites" in record
+    return record if whole else None
+
+
+# ----------------------------------------------------------------------------------- units of work
+
+
+def _execute(units: Mapping[Run, tuple[Any, ...]], processes: int) -> Iterable[Run]:
+    """Do units of work in several processes; yield each when its file is there."""
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(processes, len(units)))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        futures = {pool.submit(_do, *unit): run for run, unit in units.items()}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
+        except BrokenProcessPool as error:
+            raise ComparisonError(
+                "a process of the comparison was ended from outside, for want of memory perhaps; "
+                "start again with fewer --jobs: finished runs are kept"
+            ) from error
+        finally:  # also when the caller stops: runs that have begun are finished and kept
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave no process behind whose parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@functools.cache
+def _stores(data_root: Path, sites: tuple[str, ...]) -> dict[str, SiteStore]:
+    """Read the stores once a process."""
+    return read_stores(data_root, Experiment(sites=sites))
+
+
+def _do(
+    run: Run,
+    experiment: Experiment,
+    data_root: Path,
+    fingerprints: Mapping[str, str],
+    path: Path,
+    key: str,
+) -> None:
+    stores = _stores(data_root, experiment.sites)
+    for site, store in stores.items():
+        if store_fingerprint(store) != fingerprints[site]:
+            raise ComparisonError(f"the data of site {site!r} changed during the comparison")
+    try:
+        outcomes = method(run.method).run(experiment, stores)
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise ComparisonError(f"{_named(run)}: {error}") from error
+    content = {
+        "format": FORMAT,
+        "key": key,
+        **asdict(run),
+        "sites": {site: make_record(outcomes[site]) for site in sorted(outcomes)},
+    }
+    with atomic_write(path) as file:
+        file.write(json.dumps(content, allow_nan=False).encode())
+
+
+def _named(run: Run) -> str:
+    return f"method {run.method}, seed {run.seed}, fold {run.fold}"
+
+
+def make_record(outcome: Outcome) -> dict[str, Any]:
+    """Return all that a later analysis needs of one run at one site, without a subject's id.
+
+    Subjects are numbered within the run's test and training part. Numbers are Python's, which JSON
+    keeps to the last bit.
+    """
+    parts: dict[str, Any] = {}
+    for part, owners, targets, probability in (
+        ("test", outcome.test_participants, outcome.test_targets, outcome.test_probability),
+        ("train", outcome.train_participants, outcome.train_targets, outcome.train_probability),
+    ):
+        scores, subjects = evaluation.subject_scores(probability[:, 1], owners)
+        number = np.searchsorted(subjects, owners)
+        of_subject = np.zeros(len(subjects), dtype=np.int64)
+        of_subject[number] = targets
+        parts[part] = {"targets": of_subject.tolist(), "scores": scores.tolist()}
+        if part == "test":
+            parts[part]["window_subjects"] = number.tolist()
+            parts[part]["window_scores"] = probability[:, 1].tolist()
+    return {
+        "threshold": float(outcome.threshold),
+        "own_threshold": own_threshold(outcome),
+        **parts,
+    }
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+def score_record(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Score one run: one row a site, as in ``results.csv``; an undefined metric is NaN."""
+    rows = []
+    for site, content in record["sites"].items():
+        test = content["test"]
+        targets = np.array(test["targets"])
+        owners = np.array(test["window_subjects"])
+        row: dict[str, Any] = {
+            "method": run.method,
+            "site": site,
+            "seed": run.seed,
+            "fold": run.fold,
+            "n_train_subjects": len(content["train"]["targets"]),
+            "n_test_subjects": len(targets),
+            "n_test_windows": len(owners),
+            "threshold": content["threshold"],
+            "own_threshold": content["own_threshold"],
+        }
+        for level, of_level, scores in (
+            ("subject", targets, np.array(test["scores"])),
+            ("window", targets[owners], np.array(test["window_scores"])),
+        ):
+            found = evaluation.binary_metrics(of_level, scores, content["threshold"])
+            found["brier"] = operating_point.brier_score(of_level, scores)
+            at_own = scores >= content["own_threshold"]
+            found[OWN_THRESHOLD] = float(np.mean(at_own == (of_level == 1)))
+            row |= {f"{level}_{name}": found[name] for name in METRICS}
+        rows.append(row)
+    return rows
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows sorted by method, site, seed and fold, numbers in full, NaN as an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in sorted(rows, key=lambda r: (r["method"], r["site"], r["seed"], r["fold"])):
+        writer.writerow(
+            {
+                name: "" if isinstance(value, float) and math.isnan(value) else value
+                for name, value in row.items()
+            }
+        )
+    with atomic_write(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def summarise(
+    plan: Plan,
+    rows: Sequence[Mapping[str, Any]],
+    records: Mapping[Run, Mapping[str, Any]],
+    identity: Mapping[str, Any],
+    *,
+    synthetic: bool,
+) -> dict[str, Any]:
+    """Condense all rows: means and spread over seeds, paired differences, calibration.
+
+    Returns
+    -------
+    dict
+        JSON-able. ``"scores"``: method, then site or ``"macro"`` (every site counts the same) or
+        ``"weighted"`` (by subjects), level and metric, to mean and standard deviation over seeds
+        of the mean over folds. ``"differences"``: the same but ``"weighted"``, method minus
+        reference, from :mod:`fedbn.paired`. ``"calibration"``: method and site, over the held-out
+        subjects of all folds of a seed, mean over seeds.
+    """
+    sites = list(plan.experiment.sites)
+    table = _Table(plan, rows)
+    ratio = {site: table.test_to_train([site]) for site in sites}
+    ratio[MACRO] = table.test_to_train(sites)
+    scores = {
+        name: {scope: _cells(table, name, scope) for scope in (*sites, MACRO, WEIGHTED)}
+        for name in plan.methods
+    }
+    others = [name for name in plan.methods if name != plan.reference]
+    differences = {
+        name: {
+            scope: _differences(table, name, plan.reference, scope, ratio[scope])
+            for scope in (*sites, MACRO)
+        }
+        for name in others
+    }
+    for level in LEVELS:
+        for metric in METRICS:
+            family = [differences[name][MACRO][level][metric] for name in others]
+            for one, adjusted in zip(family, paired.holm([d["p"] for d in family]), strict=True):
+                one["p_holm"] = adjusted
+    return without_nan(
+        {
+            **identity,
+            "synthetic": synthetic,
+            "methods": {
+                name: {
+                    "title": method(name).title,
+                    "needs_pooled_data": method(name).needs_pooled_data,
+                }
+                for name in plan.methods
+            },
+            "reference": plan.reference,
+            "sites": sites,
+            "n_folds": plan.experiment.n_folds,
+            "n_seeds": plan.n_seeds,
+            "n_subjects": {site: table.count(site, "n_test_subjects") for site in sites},
+            "n_windows": {site: table.count(site, "n_test_windows") for site in sites},
+            "confidence": paired.CONFIDENCE,
+            "test_to_train": ratio,
+            "scores": scores,
+            "differences": differences,
+            "calibration": {
+                name: {site: _calibration(plan, records, name, site) for site in sites}
+                for name in plan.methods
+            },
+        }
+    )
+
+
+class _Table:
+    """Rows by method, site and column as arrays (n_seeds, n_folds)."""
+
+    def __init__(self, plan: Plan, rows: Sequence[Mapping[str, Any]]):
+        self._rows = {(r["method"], r["site"], r["seed"], r["fold"]): r for r in rows}
+        self._sites = sorted(plan.experiment.sites)
+        self._any = plan.methods[0]
+        self._shape = (plan.n_seeds, plan.experiment.n_folds)
+
+    def of_site(self, name: str, site: str, column: str) -> np.ndarray:
+        values = [self._rows[(name, site, *place)][column] for place in np.ndindex(*self._shape)]
+        return np.array(values, dtype=np.float64).reshape(self._shape)
+
+    def values(self, name: str, scope: str, column: str) -> np.ndarray:
+        """Of a site; or the mean over sites in each seed and fold, without undefined ones."""
+        if scope not in (MACRO, WEIGHTED):
+            return self.of_site(name, scope, column)
+        values = np.stack([self.of_site(name, site, column) for site in self._sites])
+        weights = np.ones_like(values)
+        if scope == WEIGHTED:
+            level = "n_test_windows" if column.startswith("window") else "n_test_subjects"
+            weights = np.stack([self.of_site(name, site, level) for site in self._sites])
+        defined = ~np.isnan(values)
+        total = np.where(defined, weights, 0).sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            mean: np.ndarray = np.where(defined, values * weights, 0).sum(axis=0) / total
+        return mean
+
+    def cell(self, name: str, scope: str, column: str) -> dict[str, Any]:
+        """Mean and standard deviation over seeds of the mean over folds."""
+        by_fold = self.values(name, scope, column)
+        of_seed = [
+            math.fsum(row[~np.isnan(row)]) / np.count_nonzero(~np.isnan(row))
+            for row in by_fold
+            if not np.isnan(row).all()
+        ]
+        return {
+            "mean": math.fsum(of_seed) / len(of_seed) if of_seed else math.nan,
+            "sd": statistics.stdev(of_seed) if len(of_seed) > 1 else math.nan,
+        }
+
+    def count(self, site: str, column: str) -> int:
+        """Sum over the folds of one seed: each subject is held out once."""
+        return int(self.of_site(self._any, site, column)[0].sum())
+
+    def test_to_train(self, sites: Sequence[str]) -> float:
+        def count(column: str) -> float:
+            return sum(float(self.of_site(self._any, site, column).sum()) for site in sites)
+
+        return count("n_test_subjects") / count("n_train_subjects")
+
+
+def _cells(table: _Table, name: str, scope: str) -> dict[str, dict[str, Any]]:
+    return {
+        level: {metric: table.cell(name, scope, f"{level}_{metric}") for metric in METRICS}
+        for level in LEVELS
+    }
+
+
+def _differences(
+    table: _Table, name: str, reference: str, scope: str, test_to_train: float
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {level: {} for level in LEVELS}
+    for level in LEVELS:
+        for metric in METRICS:
+            column = f"{level}_{metric}"
+            values = table.values(name, scope, column) - table.values(reference, scope, column)
+            difference = paired.compare(values.ravel(), test_to_train)
+            found[level][metric] = {
+                **asdict(difference),
+                "verdict": paired.verdict(difference),
+            }
+    return found
+
+
+def _calibration(
+    plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str, site: str
+) -> dict[str, Any]:
+    """Calibration over all held-out subjects of a seed, then the mean over seeds."""
+    of_seed = []
+    for seed in range(plan.n_seeds):
+        tests = [
+            records[Run(name, seed, fold)]["sites"][site]["test"]
+            for fold in range(plan.experiment.n_folds)
+        ]
+        targets = np.concatenate([test["targets"] for test in tests])
+        of_seed.append(
+            operating_point.calibration(targets, np.concatenate([test["scores"] for test in tests]))
+        )
+    numbers = {
+        key: statistics.fmean(found[key] for found in of_seed)
+        for key in of_seed[0]
+        if key not in ("n", "bins")
+    }
+    return {"n": of_seed[0]["n"], **numbers, "bins_of_seed": [found["bins"] for found in of_seed]}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read the summary of a finished comparison.
+
+    Raises
+    ------
+    ComparisonError
+        If there is none, or it is of something else.
+    """
+    path = folder / SUMMARY_FILE if folder.is_dir() else folder
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ComparisonError(f"{path} is not the summary of a comparison ({FORMAT})")
+    return content
