@@ -1,7 +1,7 @@
 """What fedbn adds to each client task, beside a learner that does nothing.
 
 Two jobs run in turn in FLARE's simulator, with the same server workflow, network and messages: the
-main job, and one whose learner returns the weights as they came. Once with the bare command (one
+main job, and one whose learner imports torch and returns the weights as they came. Once with the bare command (one
 thread: a new process for every task) and once with a thread per client. From the time of a round is
 taken what the learner reports as spent inside the local epochs; the rest, beyond the other job's
 round, is what fedbn adds: imports, reading the store, standardisation, two evaluations, the state
@@ -38,8 +38,9 @@ class RoundsOnly(FedBNWorkflow):
         write_json(Path(self.get_run_dir()) / "rounds.json", self.rounds)
 '''
 NOTHING = '''
-"""A learner that does nothing: the cost of FLARE itself."""
+"""A learner that does nothing, but is a learner on PyTorch: the cost of FLARE and of torch."""
 
+import torch  # noqa: F401
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model_learner import ModelLearner
 
