@@ -1,11 +1,11 @@
 """What fedbn adds to each client task, beside a learner that does nothing.
 
 Two jobs run in turn in FLARE's simulator, with the same server workflow, network and messages: the
-main job, and one whose learner imports torch and returns the weights as they came. Once with the bare command (one
-thread: a new process for every task) and once with a thread per client. From the time of a round is
-taken what the learner reports as spent inside the local epochs; the rest, beyond the other job's
-round, is what fedbn adds: imports, reading the store, standardisation, two evaluations, the state
-on disk.
+main job, and one whose learner imports torch and returns the weights as they came. Once with the
+bare command (one thread: a new process for every task) and once with a thread per client. From the
+time of a round is taken what the learner reports as spent inside the local epochs; the rest, beyond
+the other job's round, is what fedbn adds: imports, reading the store, standardisation, two
+evaluations, the state on disk.
 
 Run: ``python benchmarks/simulator.py [--data DIR] [--repeats 2] [--modes bare,threads]``
 """
