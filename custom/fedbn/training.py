@@ -467,9 +467,11 @@ def _corrected_pairs(
     model: nn.Module, correction: Mapping[str, torch.Tensor] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the weights whose gradients are corrected, each with its correction."""
+    if not correction:
+        return []
     state = unwrap_model(model).state_dict(keep_vars=True)
     pairs = []
-    for name, tensor in (correction or {}).items():
+    for name, tensor in correction.items():
         weight = state.get(name)
         if weight is None or not weight.requires_grad or weight.shape != tensor.shape:
             got = "no such trained entry" if weight is None else f"shape {tuple(tensor.shape)}"

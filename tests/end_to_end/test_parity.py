@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +17,19 @@ from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow
 
+JOBS = Path(__file__).parents[2] / "jobs"
+METHOD_FIELDS = ("name", "policy", "algorithm", "finetune")
+METHODS_BY_JOB = (
+    "singleset",
+    "fedprox",
+    "fedbn_fedprox",
+    "scaffold",
+    "fedbn_scaffold",
+    "clustered",
+    "fedavg_finetune",
+    "fedbn_finetune",
+    "fedbn_finetune_head",
+)
 SAME_IN_EVERY_TRANSPORT = ("experiment", "shared_weights_sha256", "across_sites", "synthetic")
 
 
@@ -101,3 +118,37 @@ def test_the_network_of_the_runs_has_what_the_tests_look_for(fedbn_run):
     network, partition = make_network(fedbn_run.experiment)
     assert partition == split(network, "fedbn")
     assert len(partition.local) == 5
+
+
+@pytest.fixture(scope="module")
+def method_runs(simulation):
+    """Start the simulator for every method, three at a time; a simulator mostly waits."""
+    with ThreadPoolExecutor(3) as pool:
+        runs = {}
+        for method in METHODS_BY_JOB:
+            job = json.loads((JOBS / f"abide_{method}/app/config/experiment.json").read_text())
+            changes = {key: job[key] for key in METHOD_FIELDS if key in job}
+            changes["training"] = job["training"] | {"batch_size": 16, "local_epochs": 1}
+            changes["sites"] = ["NYU", "UM"]
+            if method == "clustered":
+                changes["sites"] = ["NYU", "UM", "USM"]
+                changes["algorithm"] |= {"split_mean_norm": 100.0, "split_site_norm": 0.001}
+            n_sites = str(len(changes["sites"]))
+            runs[method] = pool.submit(simulation(**changes).run, "-n", n_sites, "-t", n_sites)
+        yield runs
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("method", METHODS_BY_JOB)
+def test_each_method_s_job_equals_the_in_process_run(method_runs, in_process, method):
+    """FedBN, FedAvg and SiloBN are above; the wiring of all jobs is asserted to be the same."""
+    run = method_runs[method].result().succeeded()
+    result = in_process(run)
+    assert_equals_in_process(run, result)
+    assert ("finetuned" in result.report["across_sites"]) == ("finetune" in method)
+    for found, expected in zip(run.results["rounds"], result.report["rounds"], strict=True):
+        assert {key: found[key] for key in expected} == expected
+    if method == "clustered":
+        assert len(run.results["rounds"][-1]["groups"]) == 3
+    if method == "singleset":
+        assert result.shared == {}

@@ -15,9 +15,11 @@ from nvflare.app_common.abstract.model import (
 )
 from nvflare.app_common.abstract.model_persistor import ModelPersistor
 from nvflare.app_common.app_constant import DefaultCheckpointFileName
+from torch import nn
 
+from fedbn import control_variates
 from fedbn.flare.job import job_experiment, to_arrays, to_tensors
-from fedbn.normalization import check_entries, entries
+from fedbn.normalization import Partition, check_entries, entries
 from fedbn.server import Server, make_server
 from fedbn.settings import Experiment
 from fedbn.site import make_network
@@ -50,7 +52,7 @@ class SharedModelPersistor(ModelPersistor):
         self.file_name = file_name
         self._experiment: Experiment | None = None
         self._shared: dict[str, torch.Tensor] = {}
-        self._local: tuple[str, ...] = ()
+        self._parts: tuple[nn.Module, Partition] | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Build the network at the start of a run; a network that cannot be used ends the job."""
@@ -75,13 +77,14 @@ class SharedModelPersistor(ModelPersistor):
         """Return the server of the job's algorithm as it is before round 0."""
         self._build(fl_ctx)
         assert self._experiment is not None
-        network, partition = make_network(self._experiment)
-        return make_server(self._experiment, network, partition, self._shared)
+        assert self._parts is not None
+        return make_server(self._experiment, *self._parts, self._shared)
 
     def local_names(self, fl_ctx: FLContext) -> tuple[str, ...]:
         """Return the names of the entries that must not arrive here."""
         self._build(fl_ctx)
-        return self._local
+        assert self._parts is not None
+        return self._parts[1].local
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
         """Return what the server holds before round 0."""
@@ -95,7 +98,7 @@ class SharedModelPersistor(ModelPersistor):
             "job": fl_ctx.get_job_id(),
             "network": experiment.network.model_dump(),
             "policy": experiment.policy,
-            "kept at the sites": list(self._local),
+            "kept at the sites": list(self.local_names(fl_ctx)),
         }
         save_checkpoint(path, SHARED_WEIGHTS, to_tensors(model[ModelLearnableKey.WEIGHTS]), facts)
 
@@ -112,8 +115,9 @@ class SharedModelPersistor(ModelPersistor):
         if self.initial_weights:
             path = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)) / self.initial_weights
             loaded, _ = load_checkpoint(path, SHARED_WEIGHTS)
+            loaded, _ = control_variates.separate(loaded)  # they start at zero in every job
             check_entries(loaded, shared, f"the entries of {path.name}")
             shared = loaded
-        self._shared, self._local = shared, partition.local
+        self._shared, self._parts = shared, (network, partition)
         self._experiment = experiment
         self.log_info(fl_ctx, partition.describe(), fire_event=False)
