@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -153,25 +152,33 @@ def results(
 ) -> None:
     """Print the tables of a finished run again."""
     with _one_sentence():
+        from fedbn.report.reading import read_results, results_file
         from fedbn.report.tables import run_tables
-        from fedbn.results import FORMAT
 
-        path = _results_file(run_folder)
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a results file of fedbn ({FORMAT})")
-        for table in run_tables(content):
+        for table in run_tables(read_results(results_file(run_folder))):
             screen.print(table)
 
 
-def _results_file(folder: Path) -> Path:
-    if folder.is_file():
-        return folder
-    found = sorted(folder.rglob("results.json")) if folder.is_dir() else []
-    if len(found) != 1:
-        what = "no results.json" if not found else f"{len(found)} files results.json"
-        raise ValueError(f"{what} in {folder}; give the file, or the folder of one finished run")
-    return found[0]
+@app.command()
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A comparison, a simulator workspace, a downloaded job, results.json."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to. Default: report inside the folder.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with one store a site, for what needs a model or a connectome."),
+    ] = None,
+) -> None:
+    """Write one self-contained page, and its pictures as PNG, from a finished comparison or run."""
+    with _one_sentence():
+        from fedbn.report.writing import write_report
+
+        path = write_report(folder, out, data, lambda step: typer.echo(f"{step} ...", err=True))
+        typer.echo(f"{path} and {len(list(path.parent.glob('*.png')))} pictures beside it")
 
 
 def _changed(experiment: Experiment, **changes: object) -> Experiment:

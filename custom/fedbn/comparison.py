@@ -632,3 +632,34 @@ def read_summary(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ComparisonError(f"{path} is not the summary of a comparison ({FORMAT})")
     return content
+
+
+def read_comparison(folder: Path) -> tuple[dict[str, Any], Plan, dict[Run, dict[str, Any]]]:
+    """Read a finished comparison with the scores that its runs have kept.
+
+    Returns
+    -------
+    summary, plan, records
+        The content of ``summary.json``; what was compared; and for each run the content of its
+        file.
+
+    Raises
+    ------
+    ComparisonError
+        If `folder` holds no finished comparison, or a run's file is not there.
+    """
+    summary = read_summary(folder)
+    identity = {name: summary[name] for name in ("format", "experiment", "stores", "versions")}
+    experiment = Experiment.model_validate(summary["experiment"])
+    plan = Plan(experiment, tuple(summary["methods"]), summary["n_seeds"], summary["reference"])
+    records = {}
+    for run in plan.runs:
+        key = _key(run, plan, identity)
+        record = _read_record(_record_path(folder, run, key), key)
+        if record is None:
+            raise ComparisonError(
+                f"{_named(run)}: its file under {folder / RUNS_FOLDER} is not there or not whole; "
+                "start the comparison again, it runs what is missing"
+            )
+        records[run] = record
+    return summary, plan, records

@@ -1,0 +1,421 @@
+"""The pictures of a report: each a small figure that can stand alone, as PNG bytes.
+
+Colours are those of Okabe and Ito (2008), which people with any common form of colour blindness can
+tell apart; what differs in colour differs in its marker or line too. matplotlib is imported where
+it is used, and drawn on without pyplot, so that no window and no global state is needed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbn.report.held_out import GRID, HeldOut, calibration_points, confusion, mean_roc
+from fedbn.report.tables import SYNTHETIC
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), "-.", (0, (7, 2, 1, 2)), (0, (3, 2)))
+GREY = "#6b747d"
+WIDTH = 4.8
+"""Inches; with 9 point text it can be read at the width of a telephone."""
+_DPI = 170
+
+
+class Drawing:
+    """One figure with its axes, saved as PNG, and labelled if the subjects are made up."""
+
+    def __init__(
+        self,
+        height: float,
+        *,
+        synthetic: bool,
+        width: float = WIDTH,
+        rows: int = 1,
+        columns: int = 1,
+    ):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self.figure)
+        self.axes: np.ndarray = self.figure.subplots(rows, columns, squeeze=False)
+        for axes in self.axes.flat:
+            axes.tick_params(labelsize=9)
+            axes.spines[["top", "right"]].set_visible(False)
+        if synthetic:
+            label_synthetic(self.figure)
+
+    def png(self) -> bytes:
+        """Return the picture."""
+        return figure_png(self.figure)
+
+
+def label_synthetic(figure: Any) -> None:
+    """Write above a figure that its subjects are made up."""
+    figure.suptitle(SYNTHETIC.strip(), fontsize=9, color="#8a4b00", fontweight="bold")
+
+
+def figure_png(figure: Any) -> bytes:
+    """Return a matplotlib figure as the bytes of a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A difference with its interval, in points; ends are NaN where there is none."""
+
+    label: str
+    mean: float
+    low: float
+    high: float
+    shown: bool
+
+
+def forest(title: str, bars: Sequence[Bar], axis: str, *, synthetic: bool) -> bytes:
+    """Draw differences with their intervals, one below the other.
+
+    Filled and in colour where the interval leaves zero out; hollow and grey where it does not.
+    """
+    drawing = Drawing(0.36 * len(bars) + 1.55, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    axes.axvline(0, color="black", linewidth=1)
+    for place, bar in enumerate(bars):
+        colour = COLOURS[0] if bar.shown else GREY
+        if np.isfinite(bar.low):
+            axes.plot([bar.low, bar.high], [place, place], color=colour, linewidth=2)
+        face = colour if bar.shown else "white"
+        if np.isfinite(bar.mean):
+            axes.plot(bar.mean, place, "o", color=colour, markerfacecolor=face, markersize=6.5)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(axis, fontsize=9)
+    axes.grid(axis="x", color="#e4e8ec")
+    axes.set_axisbelow(True)
+    entries = [
+        _handle(marker="o", color=COLOURS[0], label="interval leaves zero out"),
+        _handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
+    ]
+    drawing.figure.legend(
+        handles=entries, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
+    )
+    return drawing.png()
+
+
+def roc(
+    site: str,
+    scored: Mapping[str, Sequence[HeldOut]],
+    auc: Mapping[str, float | None],
+    *,
+    synthetic: bool,
+) -> bytes:
+    """Draw the ROC of each method at one site, and where on it the method decides.
+
+    Raises
+    ------
+    ValueError
+        If the site's held-out subjects are of one class.
+    """
+    drawing = Drawing(5.2, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    axes.plot([0, 1], [0, 1], color="#b4bac1", linewidth=1)
+    for k, (name, repetitions) in enumerate(scored.items()):
+        curve = mean_roc(repetitions)
+        if curve is None:
+            raise ValueError(f"site {site!r}: the held-out subjects are of one class")
+        value = auc.get(name)
+        label = name if value is None else f"{name}, AUC {value:.2f}"
+        axes.plot(GRID, curve, color=COLOURS[k], linestyle=LINES[k], linewidth=1.6)
+        counts = confusion(repetitions)
+        true, false = (row[0] / row.sum() for row in counts)
+        axes.plot(
+            false,
+            true,
+            MARKERS[k],
+            color=COLOURS[k],
+            markeredgecolor="black",
+            markersize=8,
+            label=label,
+            zorder=3,
+            clip_on=False,
+        )
+    axes.set_title(f"{site}: ROC, and where each method decides", fontsize=10, loc="left")
+    axes.set_xlabel("controls called patients", fontsize=9)
+    axes.set_ylabel("patients called patients", fontsize=9)
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    return drawing.png()
+
+
+def calibration(site: str, scored: Mapping[str, Sequence[HeldOut]], *, synthetic: bool) -> bytes:
+    """Draw the share of patients against the score, in bins; the more subjects the larger."""
+    drawing = Drawing(5.2, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    axes.plot([0, 1], [0, 1], color="#b4bac1", linewidth=1)
+    for k, (name, repetitions) in enumerate(scored.items()):
+        points = np.array(calibration_points(repetitions)).reshape(-1, 3)
+        axes.plot(points[:, 0], points[:, 1], color=COLOURS[k], linestyle=LINES[k], linewidth=1.3)
+        axes.scatter(
+            points[:, 0],
+            points[:, 1],
+            s=12 + 5 * points[:, 2],
+            marker=MARKERS[k],
+            color=COLOURS[k],
+            alpha=0.85,
+            label=name,
+            zorder=3,
+            clip_on=False,
+        )
+    axes.set_title(f"{site}: are scores probabilities?", fontsize=10, loc="left")
+    axes.set_xlabel("mean score", fontsize=9)
+    axes.set_ylabel("share of patients", fontsize=9)
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    legend = drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    handles: list[Any] = legend.legend_handles
+    for handle in handles:
+        handle.set_sizes([40.0])
+    return drawing.png()
+
+
+def confusions(site: str, scored: Mapping[str, Sequence[HeldOut]], *, synthetic: bool) -> bytes:
+    """Draw one confusion matrix a method: subjects, and their share of the row."""
+    columns = min(2, len(scored))
+    rows = -(-len(scored) // columns)
+    drawing = Drawing(1.75 * rows + 0.5, synthetic=synthetic, rows=rows, columns=columns)
+    for axes in drawing.axes.flat[len(scored) :]:
+        axes.set_visible(False)
+    for axes, (name, repetitions) in zip(drawing.axes.flat, scored.items(), strict=False):
+        counts = confusion(repetitions)
+        share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
+        axes.imshow(share, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        for (row, column), n in np.ndenumerate(counts):
+            axes.text(
+                column,
+                row,
+                f"{n:.0f}\n{100 * share[row, column]:.0f} %",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if share[row, column] > 0.55 else "black",
+            )
+        axes.set_xticks([0, 1], ["called\npatient", "called\ncontrol"], fontsize=8.5)
+        axes.set_yticks([0, 1], ["patient", "control"], fontsize=8.5)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(f"{site}, {name}", fontsize=9.5, loc="left")
+    return drawing.png()
+
+
+def shares_called(
+    scored: Mapping[str, Mapping[str, Sequence[HeldOut]]], *, synthetic: bool
+) -> bytes:
+    """Draw for each site the share of patients, and the share that each method calls so."""
+    sites = list(next(iter(scored.values())))
+    drawing = Drawing(0.75 * len(sites) + 1.7, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    for row, site in enumerate(sites):
+        share = np.mean([one.targets.mean() for one in next(iter(scored.values()))[site]])
+        axes.plot([share, share], [row - 0.38, row + 0.38], color="black", linewidth=3)
+    spread = np.linspace(-0.26, 0.26, len(scored)) if len(scored) > 1 else np.zeros(1)
+    for k, (name, by_site) in enumerate(scored.items()):
+        called = [np.mean([one.called.mean() for one in by_site[site]]) for site in sites]
+        axes.plot(
+            called,
+            np.arange(len(sites)) + spread[k],
+            MARKERS[k],
+            color=COLOURS[k],
+            markersize=7,
+            label=name,
+            clip_on=False,
+        )
+    axes.set_yticks(range(len(sites)), sites)
+    axes.set_ylim(len(sites) - 0.45, -0.55)
+    axes.set_xlim(0, 1)
+    axes.grid(axis="x", color="#e4e8ec")
+    axes.set_axisbelow(True)
+    axes.set_title("share of subjects called patients", fontsize=10, loc="left")
+    handles = [_handle(color="black", linewidth=3, label="are patients")]
+    drawing.figure.legend(
+        handles=[*handles, *axes.get_legend_handles_labels()[0]],
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8.5,
+        frameon=False,
+    )
+    return drawing.png()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the rounds before and after local training, NaN where a site was absent."""
+
+    name: str
+    rounds: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+
+def convergence(
+    site: str,
+    panels: Mapping[str, Sequence[Curve]],
+    level: Mapping[str, float | None],
+    *,
+    synthetic: bool,
+) -> bytes:
+    """Draw what a site's held-out subjects say round by round, one panel a metric.
+
+    Parameters
+    ----------
+    site
+        Its name.
+    panels
+        Metric to one curve a method.
+    level
+        Metric to the value of the same network trained alone, as a line across.
+    synthetic
+        Whether the subjects are made up.
+    """
+    drawing = Drawing(2.5 * len(panels) + 0.6, synthetic=synthetic, rows=len(panels))
+    handles: dict[str, Any] = {}
+    for axes, (metric, curves) in zip(drawing.axes[:, 0], panels.items(), strict=True):
+        for k, curve in enumerate(curves):
+            prefix = f"{curve.name}, " if len(curves) > 1 else ""
+            for values, line, what in (
+                (curve.before, "-", "before local training"),
+                (curve.after, (0, (1.5, 1.2)), "after"),
+            ):
+                style = {
+                    "color": COLOURS[k],
+                    "linestyle": line,
+                    "linewidth": 1.6,
+                    "marker": MARKERS[k] if len(curve.rounds) == 1 else None,
+                }
+                axes.plot(curve.rounds, values, **style)
+                handles[prefix + what] = _handle(**style, label=prefix + what)
+        value = level.get(metric)
+        if value is not None:
+            axes.axhline(value, color=GREY, linestyle="-.", linewidth=1.3)
+            handles["trained alone"] = _handle(
+                color=GREY, linestyle="-.", linewidth=1.3, label="trained alone"
+            )
+        axes.set_ylabel(metric, fontsize=9)
+        axes.grid(color="#e4e8ec")
+        axes.set_axisbelow(True)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    drawing.axes[0, 0].set_title(f"{site}: round by round", fontsize=10, loc="left")
+    drawing.axes[-1, 0].set_xlabel("round", fontsize=9)
+    drawing.figure.legend(
+        handles=list(handles.values()),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8.5,
+        frameon=False,
+    )
+    return drawing.png()
+
+
+def distances(
+    title: str,
+    values: np.ndarray,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    unit: str,
+    *,
+    synthetic: bool,
+) -> bytes:
+    """Draw a table of distances as a heat map, with its numbers where there is room for them."""
+    height = min(14.0, max(2.4, (0.62 if len(rows) < 9 else 0.16) * len(rows) + 1.9))
+    drawing = Drawing(height, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    top = float(np.nanmax(values)) or 1.0
+    image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto")
+    if len(rows) < 9 and len(columns) < 9:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                colour = "white" if value < 0.55 * top else "black"
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=9
+                )
+    axes.set_xticks(range(len(columns)), columns, fontsize=8.5, rotation=30, ha="right")
+    shown = range(0, len(rows), -(-len(rows) // 70))
+    axes.set_yticks(list(shown), [rows[k] for k in shown], fontsize=8.5 if len(rows) < 20 else 6)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=10, loc="left")
+    bar = drawing.figure.colorbar(image, ax=axes, fraction=0.06)
+    bar.set_label(unit, fontsize=8.5)
+    bar.ax.tick_params(labelsize=8.5)
+    return drawing.png()
+
+
+def embedding(
+    title: str,
+    points: np.ndarray,
+    sites: Sequence[str],
+    owner: np.ndarray,
+    explained: Sequence[float],
+    *,
+    synthetic: bool,
+) -> bytes:
+    """Draw subjects on two principal components, coloured by site.
+
+    Parameters
+    ----------
+    title
+        What was embedded.
+    points
+        (n_subjects, 2).
+    sites
+        Names.
+    owner
+        Index into `sites` of each subject, (n_subjects,).
+    explained
+        Share of the variance on each component.
+    synthetic
+        Whether the subjects are made up.
+    """
+    drawing = Drawing(4.9, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    for k, site in enumerate(sites):
+        members = points[owner == k]
+        colour, marker = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)]
+        axes.scatter(
+            members[:, 0],
+            members[:, 1],
+            s=16,
+            color=colour,
+            marker=marker,
+            alpha=0.55,
+            linewidths=0,
+        )
+        axes.plot(
+            *members.mean(axis=0),
+            marker,
+            color=colour,
+            markersize=12,
+            markeredgecolor="black",
+            markeredgewidth=1.4,
+            linestyle="none",
+            label=site,
+        )
+    axes.set_xlabel(f"first component, {100 * explained[0]:.0f} % of the variance", fontsize=9)
+    axes.set_ylabel(f"second component, {100 * explained[1]:.0f} %", fontsize=9)
+    axes.set_title(title, fontsize=10, loc="left")
+    drawing.figure.legend(
+        loc="outside lower center", ncols=min(4, len(sites)), fontsize=8.5, frameon=False
+    )
+    return drawing.png()
+
+
+def _handle(**style: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    if "marker" in style and "linestyle" not in style:
+        style["linestyle"] = "none"
+    return Line2D([], [], **style)
