@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[1]
 FEDBN = ROOT / "custom" / "fedbn"
 FILES = sorted([*FEDBN.rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 
-PLAIN = ("normalization", "training", "aggregation", "evaluation")
+PLAIN = (
+    "normalization",
+    "training",
+    "aggregation",
+    "evaluation",
+    "control_variates",
+    "clusters",
+)
 CALLERS = ("site", "experiment", "settings", "flare", "report", "results", "networks", "site_state")
 HEAVY = (
     "nilearn",
@@ -113,6 +120,8 @@ def test_the_method_imports_none_of_its_callers(name):
         ("aggregation", {"normalization"}),
         ("training", {"normalization"}),
         ("evaluation", {"normalization"}),
+        ("control_variates", set()),
+        ("clusters", set()),
     ],
 )
 def test_the_method_builds_on_normalization_alone(name, may_import):

@@ -98,6 +98,7 @@ class SharedModelPersistor(ModelPersistor):
             "job": fl_ctx.get_job_id(),
             "network": experiment.network.model_dump(),
             "policy": experiment.policy,
+            "algorithm": experiment.algorithm.name,
             "kept at the sites": list(self.local_names(fl_ctx)),
         }
         save_checkpoint(path, SHARED_WEIGHTS, to_tensors(model[ModelLearnableKey.WEIGHTS]), facts)
