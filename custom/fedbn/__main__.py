@@ -106,6 +106,10 @@ def compare(
     batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: one a CPU core.", min=0)] = 0,
+    track: Annotated[
+        str | None,
+        typer.Option(help="mlflow: also write everything to a local MLflow store in --out."),
+    ] = None,
 ) -> None:
     """Compare methods by repeated cross-validation on a job's experiment, with paired intervals."""
     with _one_sentence():
@@ -113,6 +117,10 @@ def compare(
         from fedbn.report.comparison_tables import comparison_tables, difference_sentences, width
         from fedbn.report.tables import render
 
+        if track is not None:
+            from fedbn.report import tracking
+
+            tracking.check_tracker(track)
         experiment = read_experiment(job)
         training = {
             "local_epochs": local_epochs,
@@ -142,6 +150,8 @@ def compare(
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
         typer.echo(text, nl=False)
+        if track is not None:
+            typer.echo(f"MLflow store: {tracking.track(out)}")
 
 
 @app.command()
