@@ -650,7 +650,7 @@ def read_comparison(folder: Path) -> tuple[dict[str, Any], Plan, dict[Run, dict[
     """
     summary = read_summary(folder)
     identity = {name: summary[name] for name in ("format", "experiment", "stores", "versions")}
-    experiment = Experiment.model_validate(summary["experiment"])
+    experiment = Experiment(**{**summary["experiment"], "sites": summary["sites"]})
     plan = Plan(experiment, tuple(summary["methods"]), summary["n_seeds"], summary["reference"])
     records = {}
     for run in plan.runs:

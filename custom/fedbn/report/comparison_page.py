@@ -67,12 +67,14 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
     on_step("drawing the held-out subjects")
     _ranking(page, summary, plan, records, names)
     runs = {} if stores is None else _run_again(plan, stores, on_step)
-    _convergence(page, runs)
+    _convergence(page, runs, summary["sites"], names)
     models = None
     why_not = f"This is computed from trained models: {parts.NEEDS_DATA}"
     if runs:
         name, federation = next(iter(runs.items()))
-        models = site_models.from_federation(federation, plan.experiment_of(Run(name, 0, 0)))
+        models = site_models.from_federation(
+            federation, plan.experiment_of(Run(name, 0, 0)), summary["sites"]
+        )
     elif stores is not None:
         why_not = "None of these methods is a federation whose sites keep a model to look into."
     on_step("drawing how the sites differ")
@@ -116,22 +118,24 @@ def operating_point_sentences(summary: Mapping[str, Any]) -> list[str]:
     gain, left = 100 * accuracy["mean"], 100 * own["mean"]
     ranks_alike = auc["verdict"] not in (paired.HIGHER, paired.LOWER)
     if gain > 0 and left < gain / 2 and ranks_alike:
-        reservation = (
-            ""
-            if accuracy["verdict"] == paired.HIGHER
-            else " (its interval holds zero: these subjects do not show that there is a gain)"
-        )
+        is_shown = accuracy["verdict"] == paired.HIGHER
         sentences.append(
-            f"In accuracy FedBN's mean is {gain:.1f} points above{reservation}; with the threshold "
-            f"taken out, by giving both methods one of each site's own, {left:+.1f} points are "
-            "left. No difference in ranking is shown. What FedBN gains is mostly the operating "
-            "point: it decides where the site's share of patients asks for it."
+            f"FedBN's mean accuracy is {gain:.1f} points above {reference}'s; where both decide by "
+            f"a threshold of each site's own, the difference is {left:+.1f}. No difference in "
+            "ranking (AUC) is shown. "
+            + (
+                "So what FedBN gains is mostly its operating point: where it decides, not how it "
+                "ranks."
+                if is_shown
+                else "That there is a gain is not shown either; what the means have of one goes "
+                "with the operating point: where FedBN decides, not how it ranks."
+            )
         )
     elif gain > 0:
         sentences.append(
-            f"In accuracy FedBN's mean is {gain:+.1f} points from {reference}'s; with a threshold "
-            f"of each site's own it is {left:+.1f}, so that the operating point alone does not "
-            "account for it."
+            f"FedBN's mean accuracy is {gain:.1f} points above {reference}'s, and {left:+.1f} "
+            "where both decide by a threshold of each site's own: the operating point alone does "
+            "not account for it."
         )
     return sentences
 
@@ -202,7 +206,7 @@ def _ranking(
     page.text(
         "A method can gain accuracy in two ways: it ranks subjects better (AUC), or it decides at "
         "a better place (threshold). A site with more patients than controls is served by a lower "
-        "one; a batch norm of the site's own learns that share, and so does a threshold that is "
+        "one; a batch norm of the site's own can learn that share, and so can a threshold that is "
         "chosen on the site's training subjects."
     )
     page.table(comparison_tables.operating_point_table(summary))
@@ -276,7 +280,9 @@ def brier_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _convergence(page: Page, runs: Mapping[str, Federation]) -> None:
+def _convergence(
+    page: Page, runs: Mapping[str, Federation], sites: Sequence[str], names: Sequence[str]
+) -> None:
     page.section("Convergence")
     if not runs:
         page.absent(
@@ -288,16 +294,18 @@ def _convergence(page: Page, runs: Mapping[str, Federation]) -> None:
         "Seed 0, fold 0, run once more: the site's held-out subjects scored with the round's "
         "received weights and the site's own entries, and again after its local epochs."
     )
-    sites = list(next(iter(runs.values())).predictions)
     panels: dict[str, dict[str, list[figures.Curve]]] = {site: {} for site in sites}
     for name, federation in runs.items():
         for site in sites:
-            for metric, curve in _curves(method(name).title, federation, site).items():
+            for metric, curve in _curves(name, names, federation, site).items():
                 panels[site].setdefault(metric, []).append(curve)
     parts.convergence_pictures(page, panels, {})
 
 
-def _curves(title: str, federation: Federation, site: str) -> dict[str, figures.Curve]:
+def _curves(
+    name: str, names: Sequence[str], federation: Federation, site: str
+) -> dict[str, figures.Curve]:
+    """Return a method's curves by metric, in its colour of the other pictures."""
     of_site = federation.predictions[site]
     score = federation.sites[site].quick_metrics
     before = [score(found[evaluation.BEFORE_TRAINING]) for found in of_site.values()]
@@ -305,10 +313,11 @@ def _curves(title: str, federation: Federation, site: str) -> dict[str, figures.
     rounds = np.array(list(of_site))
     return {
         label: figures.Curve(
-            title,
+            method(name).title,
             rounds,
             factor * np.array([found[metric] for found in before]),
             factor * np.array([found[metric] for found in after]),
+            names.index(name) if name in names else N_DRAWN - 1,
         )
         for label, metric, factor in (
             ("accuracy by subject, %", "subject_accuracy", 100),
@@ -372,7 +381,7 @@ def _bar(label: str, found: Mapping[str, Any]) -> figures.Bar:
 def _said(found: Mapping[str, Any]) -> str:
     """Write a difference with its interval and what that allows to say."""
     interval = comparison_tables.interval(found["low"], found["high"])
-    return f"{100 * found['mean']:+.1f} ({interval}: {found['verdict']})"
+    return f"{comparison_tables.points(found['mean'])} ({interval}: {found['verdict']})"
 
 
 def _cell(cell: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
             table.add_row(
                 _title(summary, name) if k == 0 else "",
                 scope,
-                _points(one["mean"]),
+                points(one["mean"]),
                 interval(one["low"], one["high"]),
                 _plain(one["p"]),
                 _plain(one["p_holm"]) if scope == MACRO else "",
@@ -151,14 +151,14 @@ def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
         else:
             sentences.append(
                 f"{title} against {reference}: {paired.NOT_SHOWN} "
-                f"({_points(one['mean'])} points, {span} holds zero)."
+                f"({points(one['mean'])} points, {span} holds zero)."
             )
     return sentences
 
 
 def interval(low: float | None, high: float | None) -> str:
     """Write an interval in points."""
-    return "-" if low is None or high is None else f"{_points(low)} to {_points(high)}"
+    return "-" if low is None or high is None else f"{points(low)} to {points(high)}"
 
 
 def _table(summary: Mapping[str, Any], title: str, caption: str) -> Table:
@@ -185,8 +185,9 @@ def _percent(cell: Mapping[str, Any]) -> str:
     return "-" if mean is None else f"{100 * mean:.1f} ({_plain_percent(sd)})"
 
 
-def _points(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:+.1f}"
+def points(value: float | None) -> str:
+    """Write a difference in points, with its sign; what rounds to zero has that of zero."""
+    return "-" if value is None else f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
 def _plain(value: float | None, digits: int = 2) -> str:

@@ -43,6 +43,7 @@ class Drawing:
 
         self.figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(self.figure)
+        self.figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # type: ignore[union-attr]
         self.axes: np.ndarray = self.figure.subplots(rows, columns, squeeze=False)
         for axes in self.axes.flat:
             axes.tick_params(labelsize=9)
@@ -254,12 +255,13 @@ def shares_called(
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over the rounds before and after local training, NaN where a site was absent."""
+    """A metric over the rounds before and after local training; `colour` counts from 0."""
 
     name: str
     rounds: np.ndarray
     before: np.ndarray
     after: np.ndarray
+    colour: int = 0
 
 
 def convergence(
@@ -285,17 +287,17 @@ def convergence(
     drawing = Drawing(2.5 * len(panels) + 0.6, synthetic=synthetic, rows=len(panels))
     handles: dict[str, Any] = {}
     for axes, (metric, curves) in zip(drawing.axes[:, 0], panels.items(), strict=True):
-        for k, curve in enumerate(curves):
+        for curve in curves:
             prefix = f"{curve.name}, " if len(curves) > 1 else ""
             for values, line, what in (
                 (curve.before, "-", "before local training"),
                 (curve.after, (0, (1.5, 1.2)), "after"),
             ):
                 style = {
-                    "color": COLOURS[k],
+                    "color": COLOURS[curve.colour],
                     "linestyle": line,
                     "linewidth": 1.6,
-                    "marker": MARKERS[k] if len(curve.rounds) == 1 else None,
+                    "marker": MARKERS[curve.colour] if len(curve.rounds) == 1 else None,
                 }
                 axes.plot(curve.rounds, values, **style)
                 handles[prefix + what] = _handle(**style, label=prefix + what)

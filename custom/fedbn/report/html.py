@@ -42,7 +42,12 @@ a { color: #00568a; }
 .synthetic { display: inline-block; background: #ffe9c7; color: #5d3300; font-weight: 700;
   border: 1px solid #b86e00; border-radius: 4px; padding: .1rem .5rem; }
 .absent { border-left: 4px solid #8a939d; padding: .2rem .8rem; color: #48515b; }
-.wide { overflow-x: auto; margin: .8rem 0 .2rem; }
+.wide { overflow-x: auto; margin: .8rem 0 .2rem; width: fit-content; max-width: 100%;
+  background: linear-gradient(to right, #fff 30%, #fff0), linear-gradient(to left, #fff 30%, #fff0),
+    linear-gradient(to right, #0004, #0000), linear-gradient(to left, #0004, #0000);
+  background-position: left, right, left, right; background-repeat: no-repeat;
+  background-size: 40px 100%, 40px 100%, 14px 100%, 14px 100%;
+  background-attachment: local, local, scroll, scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 caption { text-align: left; font-weight: 600; padding: .2rem 0 .4rem; max-width: 76ch; }
 th, td { padding: .22rem .7rem; text-align: left; vertical-align: top; }

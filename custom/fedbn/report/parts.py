@@ -51,7 +51,8 @@ def ranking_pictures(
     page.text(
         "Each curve says how a method ranks a site's held-out subjects; the mark on it is where "
         "the method decides. Two methods with one curve and two marks differ in their operating "
-        "point alone. The bars of the next picture are the sites' true shares of patients: a "
+        "point alone. Over several seeds curve and mark are means, and a mark can lie off its "
+        "curve. The bars of the next picture are the sites' true shares of patients: a "
         "method that knows its site's share lies near them."
     )
     called = figures.shares_called(scored, synthetic=synthetic)

@@ -220,7 +220,7 @@ def _models(
         site = federation.sites[name]
         final = site.evaluate(federation.received[name], federation.local[name])
         scored[FEDERATED][name] = [_held_out(site, final)]
-    return site_models.from_federation(federation, experiment), scored
+    return site_models.from_federation(federation, experiment, experiment.sites), scored
 
 
 def _kept_scores(

@@ -7,7 +7,7 @@ embedding does, and it is given the sites' stores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -100,10 +100,12 @@ def from_workspace(workspace: Path, experiment: Experiment, job: str) -> SiteMod
     )
 
 
-def from_federation(federation: Federation, experiment: Experiment) -> SiteModels:
-    """Take the models of a federation that was run in this process."""
+def from_federation(
+    federation: Federation, experiment: Experiment, sites: Sequence[str]
+) -> SiteModels:
+    """Take the models of a federation that was run in this process, in the order of `sites`."""
     by_site, standardization = {}, {}
-    for name in federation.sites:
+    for name in sites:
         site = federation.load(name)
         by_site[name] = entries(site.network, tuple(site.network.state_dict()))
         standardization[name] = (site.preparation.mean, site.preparation.std)
