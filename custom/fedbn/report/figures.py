@@ -40,10 +40,11 @@ class Drawing:
     ):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-        self.figure = Figure(figsize=(width, height), layout="constrained")
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
+        self.figure = Figure(figsize=(width, height), layout=layout)
         FigureCanvasAgg(self.figure)
-        self.figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)  # type: ignore[union-attr]
         self.axes: np.ndarray = self.figure.subplots(rows, columns, squeeze=False)
         for axes in self.axes.flat:
             axes.tick_params(labelsize=9)
