@@ -48,10 +48,12 @@ lint: $(READY)
 	$(BIN)/mypy
 
 benchmarks: $(READY)
-	$(BIN)/python benchmarks/connectome.py $(if $(SOURCE),--source "$(SOURCE)")
+	$(if $(SOURCE),$(BIN)/python benchmarks/connectome.py --source "$(SOURCE)",@echo "benchmarks/connectome.py needs SOURCE=<folder of ABIDE>: left out")
+	$(BIN)/python benchmarks/training.py --threads 1
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/communication.py
 
 clean:
 	rm -rf $(RUNS) simulator_workspace .pytest_cache .mypy_cache .ruff_cache
