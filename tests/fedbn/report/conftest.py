@@ -7,6 +7,7 @@ import json
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from fedbn import comparison
 from fedbn.experiment import read_stores, run_federation
@@ -18,6 +19,15 @@ from fedbn.site_state import SiteState, network_fingerprint, write_json
 
 N_EDGES = 66
 JOB = "a_job"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """As a report sets it: on matrices this small further threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Reader(HTMLParser):
