@@ -26,9 +26,9 @@ from fedbn.site import make_network
 COORDINATES_FILE = "harvard_oxford_mni.tsv"
 N_EDGES = 20
 _VIEWS = (
-    ("z", "above", "All of them."),
-    ("l", "left", "Those inside the left hemisphere."),
-    ("r", "right", "Those inside the right hemisphere."),
+    ("z", "above", "From above: all of them."),
+    ("l", "left", "From the left: those inside the left hemisphere."),
+    ("r", "right", "From the right: those inside the right hemisphere."),
 )
 
 
@@ -114,7 +114,7 @@ def on_a_brain(
     points = np.array([coordinates()[rois[node]] for node in nodes])
     top = float(np.abs(matrix).max())
     pictures = []
-    for view, name, which in _VIEWS:
+    for view, name, caption in _VIEWS:
         figure = Figure(figsize=(4.8, 4.2))
         plot_connectome(
             matrix,
@@ -136,8 +136,8 @@ def on_a_brain(
             Picture(
                 name=f"edges_{name}",
                 png=figure_png(figure),
-                alt=f"A glass brain seen from {name}, with the edges that weigh most.",
-                caption=f"From {name}. {which}",
+                alt=f"The edges that weigh most, on a glass brain. {caption}",
+                caption=caption,
             )
         )
     return pictures

@@ -259,11 +259,12 @@ def telling_edges(page: Page, models: SiteModels | None, why_not: str) -> None:
     )
     if inside:
         page.show(edges.on_a_brain(inside, models.rois, synthetic=page.synthetic))
+        which = "all" if not outside else f"{len(inside)} of the"
         page.text(
-            f"Drawn are those {len(inside)} of the {len(found)} strongest edges whose two regions "
-            "have coordinates: centres of mass of the Harvard-Oxford maximum-probability labels "
-            "(25 %, 1 mm). Orange: the stronger the edge, the higher the odds of autism; purple: "
-            "the lower."
+            f"Drawn are {which} {len(found)} strongest edges, between the centres of mass of the "
+            "Harvard-Oxford maximum-probability labels (25 %, 1 mm). Orange: the stronger the "
+            "edge, the higher the odds of autism; purple: the lower. ABIDE's files do not say "
+            "which cortical ids are left and which right; it is inferred from the data."
         )
     else:
         page.absent(
