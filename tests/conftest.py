@@ -90,7 +90,7 @@ def small_experiment(**changes):
     return Experiment(**{**settings, **changes})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def experiment():
     return small_experiment
 

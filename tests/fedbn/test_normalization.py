@@ -13,6 +13,7 @@ from fedbn.normalization import (
     check_entries,
     entries,
     load_entries,
+    recompute_statistics,
     require_batch_norm,
     split,
     unwrap_model,
@@ -545,3 +546,50 @@ def test_a_data_parallel_prefix_shows_both_sides_of_the_difference():
         match=r"what came do not fit .*9 missing \(0\.weight.*9 unknown \(module\.0\.weight",
     ):
         check_entries(prefixed, model.state_dict(), "what came")
+
+
+# ----------------------------------------------------------------------------- recomputed statistics
+
+
+def test_recomputed_statistics_are_those_of_the_samples_layer_by_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Dropout(0.5), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3), nn.ReLU(),
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2),
+    )  # fmt: skip
+    inputs = 3 + 2 * torch.randn(50, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    model[0].eval()
+    recompute_statistics(model, inputs)
+    first = model[1](inputs)
+    torch.testing.assert_close(model[2].running_mean, first.mean(0))
+    torch.testing.assert_close(model[2].running_var, first.var(0))
+    normalised = (first - first.mean(0)) / (first.var(0, correction=0) + model[2].eps).sqrt()
+    second = model[4](normalised.relu())
+    torch.testing.assert_close(model[5].running_mean, second.mean(0))
+    torch.testing.assert_close(model[5].running_var, second.var(0))
+    assert model[2].momentum == 0.3
+    assert [module.training for module in model] == [False] + [True] * 6
+    for name, tensor in model.state_dict().items():
+        same = torch.equal(tensor, before[name])
+        assert same == (name.rpartition(".")[2] not in STATISTICS), name
+
+
+def test_recomputed_statistics_do_not_depend_on_the_old_ones():
+    inputs, found = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), []
+    for start in (0.0, 7.0):
+        torch.manual_seed(0)
+        model = small()
+        model[1].running_mean.fill_(start)
+        recompute_statistics(model, inputs)
+        found.append(model[1].running_mean)
+    assert torch.equal(*found)
+
+
+def test_statistics_that_cannot_be_recomputed_are_refused():
+    with pytest.raises(ValueError, match="at least two samples, got 1"):
+        recompute_statistics(small(), torch.ones(1, 3))
+    for model in (nn.Linear(3, 2), nn.BatchNorm1d(3, track_running_stats=False)):
+        with pytest.raises(NoBatchNormError, match="could be recomputed"):
+            recompute_statistics(model, torch.ones(4, 3))
