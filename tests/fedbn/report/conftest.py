@@ -11,6 +11,7 @@ import torch
 
 from fedbn import comparison
 from fedbn.experiment import read_stores, run_federation
+from fedbn.report import figures
 from fedbn.report.html import table_html
 from fedbn.report.writing import write_report
 from fedbn.settings import Experiment
@@ -22,11 +23,13 @@ JOB = "a_job"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """As a report sets it: on matrices this small further threads only wait for each other."""
+def _quick():
+    """One thread, as a report sets it, and coarse pictures."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_DPI", 50)
+        yield
     torch.set_num_threads(before)
 
 
