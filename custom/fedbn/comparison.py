@@ -654,8 +654,7 @@ def read_comparison(folder: Path) -> tuple[dict[str, Any], Plan, dict[Run, dict[
     plan = Plan(experiment, tuple(summary["methods"]), summary["n_seeds"], summary["reference"])
     records = {}
     for run in plan.runs:
-        key = _key(run, plan, identity)
-        record = _read_record(_record_path(folder, run, key), key)
+        record = _kept_record(folder, run, _key(run, plan, identity))
         if record is None:
             raise ComparisonError(
                 f"{_named(run)}: its file under {folder / RUNS_FOLDER} is not there or not whole; "
@@ -663,3 +662,16 @@ def read_comparison(folder: Path) -> tuple[dict[str, Any], Plan, dict[Run, dict[
             )
         records[run] = record
     return summary, plan, records
+
+
+def _kept_record(folder: Path, run: Run, key: str) -> dict[str, Any] | None:
+    """Read a run's file; or the only one of its name, where a method's settings were others then.
+
+    All runs of a folder have its data and common settings, so that a method that this version
+    defines in another way can still be read, though not continued.
+    """
+    record = _read_record(_record_path(folder, run, key), key)
+    if record is not None:
+        return record
+    paths = list((folder / RUNS_FOLDER).glob(_record_path(folder, run, "*").name))
+    return _read_record(paths[0], paths[0].stem.rpartition("_")[2]) if len(paths) == 1 else None

@@ -11,7 +11,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from fedbn import paired
+from fedbn import comparison, paired
 from fedbn.__main__ import app
 from fedbn.comparison import read_comparison
 from fedbn.report import comparison_page, edges, figures
@@ -122,6 +122,15 @@ def test_made_up_subjects_are_labelled_in_every_picture_table_and_title(
     assert reader.captions
     assert all(caption.startswith(LABEL) for caption in reader.captions)
     assert all(image["alt"].startswith(LABEL) for image in reader.all("img"))
+
+
+def test_a_comparison_of_an_earlier_definition_of_a_method_can_still_be_read(
+    compared, tmp_path, monkeypatch
+):
+    copied = shutil.copytree(compared, tmp_path / "comparison")
+    expected = read_comparison(copied)
+    monkeypatch.setattr(comparison, "_key", lambda *_: "0" * 16)
+    assert read_comparison(copied) == expected
 
 
 # ------------------------------------------------------------------- what is said of differences
