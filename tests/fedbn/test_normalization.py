@@ -548,7 +548,7 @@ def test_a_data_parallel_prefix_shows_both_sides_of_the_difference():
         check_entries(prefixed, model.state_dict(), "what came")
 
 
-# ----------------------------------------------------------------------------- recomputed statistics
+# ------------------------------------------------------------------------ recomputed statistics
 
 
 def test_recomputed_statistics_are_those_of_the_samples_layer_by_layer():
