@@ -31,14 +31,14 @@ One fold of few subjects decides nothing.
 
 
 def run_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of one finished run.
+    """Build the tables of one finished run; what each site gained comes last, where a reader ends.
 
     Parameters
     ----------
     results
         The content of ``results.json``.
     """
-    return [gain_table(results), curve_table(results)]
+    return [curve_table(results), gain_table(results)]
 
 
 def gain_table(results: Mapping[str, Any]) -> Table:
