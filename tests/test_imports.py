@@ -145,6 +145,7 @@ def loaded_by(statement):
     return set(process.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 def test_the_learner_starts_without_heavy_packages():
     """A FLARE client process pays for every import at each start."""
     loaded = loaded_by("import fedbn.flare.learner")
@@ -152,6 +153,7 @@ def test_the_learner_starts_without_heavy_packages():
     assert loaded.isdisjoint(HEAVY), sorted(loaded & set(HEAVY))
 
 
+@pytest.mark.slow
 def test_training_in_a_fresh_process_does_not_import_the_compiler():
     """The first optimiser object of PyTorch imports it, which costs 1.5 s in each FLARE task."""
     code = """

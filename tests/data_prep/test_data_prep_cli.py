@@ -270,6 +270,7 @@ def test_tangent_stores_its_folds_and_its_reference_never_sees_the_held_out(prep
     assert (np.abs(after[held_out] - before[held_out]).max(axis=1) > 0.01).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["partial correlation", "covariance"])
 def test_other_kinds_are_made_and_named(prepare, kind):
     _, out = prepare("--sites", "NYU", "--kind", kind, "--whole-scan")
@@ -351,7 +352,10 @@ def test_a_place_that_cannot_be_written_is_one_sentence(call, tmp_path, monkeypa
 
     monkeypatch.setattr("data_prep.site_store._write_connectomes", full)
     result = call("synthetic", "--out", tmp_path / "new", *options, code=1)
-    assert result.stderr == "error: connectomes.npy: No space left on device\n"
+    assert result.stderr == (
+        f"error: site 'UM': no space is left for the store in {tmp_path / 'new'} (No space left on "
+        "device); free some, or name another place with --out\n"
+    )
     assert list((tmp_path / "new").iterdir()) == []
 
 

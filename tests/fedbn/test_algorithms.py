@@ -311,6 +311,7 @@ def test_fine_tuning_that_cannot_be_run_is_told(experiment, finetune):
 # --------------------------------------------------------------------------------------- by name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEDERATED_IN_FLARE)
 def test_every_method_that_flare_runs_gives_the_outcome_of_its_experiment(
     data_root, experiment, name

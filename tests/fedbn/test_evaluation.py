@@ -200,6 +200,7 @@ class TestEvaluateSite:
         with pytest.raises(ValueError, match=r"shape \(2, 3\); they must be"):
             score(np.array([0, 1]), np.zeros((2, 3)), np.array([0, 1]))
 
+    @pytest.mark.slow
     def test_quick_accuracy_is_light(self):
         code = (
             "import sys, numpy as np; from fedbn.evaluation import quick_accuracy; "

@@ -36,6 +36,7 @@ def own_network(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.slow
 def test_import_is_light():
     # Each FLARE task is a new process that pays for every import.
     code = (

@@ -19,6 +19,8 @@ from fedbn.report.comparison_page import drawn, operating_point_sentences
 from fedbn.report.tables import SYNTHETIC
 from fedbn.report.writing import write_report
 
+pytestmark = pytest.mark.slow  # every test draws the pictures of a whole page
+
 SITES = ("NYU", "UM")
 OF_EACH_SITE = ("roc", "confusion", "calibration", "convergence")
 LABEL = SYNTHETIC.strip()

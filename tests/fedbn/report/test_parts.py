@@ -37,6 +37,7 @@ def page_of(models):
     return page
 
 
+@pytest.mark.slow
 def test_a_deep_network_has_one_map_of_layers_by_pairs(settings):
     page = page_of(models_of(settings.changed(network=DEEP)))
     assert set(page.pictures) == {"distance_statistics", "distance_gamma_and_beta"}
@@ -66,6 +67,7 @@ def test_without_models_both_sections_say_why():
     assert page.html().count("why not") == 2
 
 
+@pytest.mark.slow
 def test_a_region_without_coordinates_is_named(settings):
     experiment = settings.changed(network={"args": {"in_features": 3, "hidden": [2]}})
     rois = (("10", "Left Thalamus"), ("11", "Left Caudate"), ("3455", "label 3455"))
