@@ -7,6 +7,7 @@ seed or a learning rate.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -219,5 +220,15 @@ def _validated(content: Any, where: str) -> Experiment:
         return Experiment.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise ExperimentError(f"{where}: {field}: {first['msg']}") from error
+        field = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            reason = "there is no such field"
+            close = difflib.get_close_matches(field, Experiment.model_fields, 1)
+            if close:
+                reason += f"; did you mean {close[0]!r}?"
+        elif first["type"] == "model_type":
+            reason = f"it must be an object {{…}}, got {first['input']!r}"
+        raise ExperimentError(
+            f"{where}: {field}: {reason}" if field else f"{where}: {reason}"
+        ) from error

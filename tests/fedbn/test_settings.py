@@ -77,12 +77,12 @@ def test_bytes_that_are_not_text_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "the whole: "),
-        (3, "the whole: "),
-        (None, "the whole: "),
-        ({"round": 3}, "round: Extra inputs are not permitted"),
-        ({"training": {"lr": 1e-3}}, "training.lr: Extra inputs are not permitted"),
-        ({"network": {"name": "UNet", "channels": 3}}, "network.channels: Extra inputs"),
+        ([], "it must be an object"),
+        (3, "it must be an object"),
+        (None, "it must be an object"),
+        ({"round": 3}, "round: there is no such field"),
+        ({"training": {"lr": 1e-3}}, "training.lr: there is no such field"),
+        ({"network": {"name": "UNet", "channels": 3}}, "network.channels: there is no such field"),
         ({"policy": "FedBN"}, "policy: .*'fedbn', 'silobn' or 'none'"),
         ({"aggregation_weights": "uniform"}, "aggregation_weights: .*'equal' or 'samples'"),
         ({"standardization": "global"}, "standardization: .*'site' or 'none'"),
@@ -165,7 +165,7 @@ def test_changed_is_a_validated_copy():
     [
         ({"fold": 9}, "the experiment: .*fold is 9, but with n_folds 5"),
         ({"n_folds": 1}, "the experiment: n_folds: "),
-        ({"folds": 2}, "the experiment: folds: Extra inputs"),
+        ({"folds": 2}, "the experiment: folds: there is no such field"),
         ({"sites": ("A", "A")}, "sites must be distinct"),
     ],
 )
@@ -216,3 +216,21 @@ def test_values_that_would_fail_late_are_refused_at_once(field, value):
 def test_only_the_simulators_own_spelling_of_a_number_is_a_site(client):
     with pytest.raises(ExperimentError, match="is not a site of this job"):
         Experiment().site_of(client)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"polcy": "fedbn"}, "polcy: there is no such field; did you mean 'policy'?"),
+        ({"fold": 5}, "experiment.json: fold is 5, but with n_folds 5"),
+        ({"algorithm": "alone"}, "algorithm: it must be an object {…}, got 'alone'"),
+        ({"training": {"momentum": 0.9}}, "training: momentum is 0.9, but optimizer 'adam'"),
+    ],
+)
+def test_a_wrong_file_is_told_in_our_words(tmp_path, content, sentence):
+    path = tmp_path / "experiment.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ExperimentError) as caught:
+        read_experiment(path)
+    assert sentence in str(caught.value)
+    assert "Value error" not in str(caught.value)
