@@ -26,6 +26,7 @@ from data_prep.site_store import (
     SiteStore,
     StoreError,
     assign_folds,
+    clean_leftovers,
     read_site_store,
     write_site_store,
 )
@@ -126,6 +127,8 @@ class Preparation:
 def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
     """Return the store in a folder if it is whole and was made from the same inputs.
 
+    What an interrupted run left beside it is removed first.
+
     Parameters
     ----------
     folder : Path
@@ -137,8 +140,9 @@ def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
     -------
     SiteStore or None
     """
+    clean_leftovers(folder)
     try:
-        store = read_site_store(folder)
+        store = read_site_store(folder, verify=True)
     except StoreError:
         return None
     return store if store.description.get("fingerprint") == fingerprint else None

@@ -13,19 +13,25 @@ This module is imported at every start of a client process, so it needs NumPy an
 library only.
 """
 
+import errno
+import glob
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = [
     "EDGE_ORDER",
@@ -35,6 +41,7 @@ __all__ = [
     "StoreError",
     "assign_folds",
     "check_compatible",
+    "clean_leftovers",
     "default_data_root",
     "find_site_stores",
     "read_description",
@@ -51,7 +58,8 @@ PARTICIPANTS = "participants.tsv"
 SAMPLES = "samples.tsv"
 ROIS = "rois.tsv"
 CONNECTOMES = "connectomes.npy"
-TABLES_AND_ARRAY = (PARTICIPANTS, SAMPLES, ROIS, CONNECTOMES)
+TABLES = (PARTICIPANTS, SAMPLES, ROIS)
+TABLES_AND_ARRAY = (*TABLES, CONNECTOMES)
 
 PARTICIPANT_COLUMNS = (
     "participant_id",
@@ -203,8 +211,9 @@ def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> Si
     path : path
         Folder of one site.
     verify : bool
-        Also compare the checksums and look at every value. Without it only headers, tables and
-        shapes are looked at, and the connectomes stay on disk until they are used.
+        Also compare the checksum of the connectomes and look at every value. Without it only the
+        tables, their checksums, and the array's header are looked at, and the connectomes stay on
+        disk until they are used.
 
     Returns
     -------
@@ -227,8 +236,10 @@ def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> Si
             f"site {site!r}: {SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
             f"{len(connectomes)}; make the store again"
         )
+    _verify_checksums(folder, site, description, TABLES)
     if verify:
-        _verify_content(folder, site, description, connectomes)
+        _verify_checksums(folder, site, description, [CONNECTOMES])
+        _verify_values(site, connectomes)
     return SiteStore(
         path=folder,
         site=site,
@@ -260,10 +271,18 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(path)
     file = folder / DESCRIPTION
-    if not folder.is_dir():
+    if folder.parent.exists() and not folder.parent.is_dir():
         raise StoreError(
-            f"no site store at {folder}: make one with `python -m data_prep abide --out "
-            f"{folder.parent}` or `python -m data_prep synthetic --out {folder.parent}`"
+            f"no site store at {folder}: {folder.parent} is a file; name the folder that holds the "
+            "stores, with --data or FEDBN_DATA"
+        )
+    if not folder.is_dir():
+        others = [p.name for p in find_site_stores(folder.parent)]
+        what = "it is a file" if folder.exists() else "no such folder"
+        there = f", only {', '.join(others)}" if others else ""
+        raise StoreError(
+            f"no site store at {folder} ({what}{there}): make one with `python -m data_prep abide "
+            f"--out {folder.parent}` or `python -m data_prep synthetic --out {folder.parent}`"
         )
     if not file.is_file():
         inner = [p.name for p in find_site_stores(folder)]
@@ -467,10 +486,10 @@ def _read_samples(
     return owner, start
 
 
-def _verify_content(
-    folder: Path, site: str, description: Mapping[str, Any], connectomes: np.ndarray
+def _verify_checksums(
+    folder: Path, site: str, description: Mapping[str, Any], names: Iterable[str]
 ) -> None:
-    for name in TABLES_AND_ARRAY:
+    for name in names:
         expected = description["checksums"].get(name)
         found = file_checksum(folder / name)
         if found != expected:
@@ -478,6 +497,9 @@ def _verify_content(
                 f"site {site!r}: {name} was changed after the store was written (sha256 "
                 f"{found[:12]}…, stated {str(expected)[:12]}…); make the store again"
             )
+
+
+def _verify_values(site: str, connectomes: np.ndarray) -> None:
     rows = max(1, (16 << 20) // (4 * connectomes.shape[1]))
     for begin in range(0, len(connectomes), rows):
         finite = np.isfinite(connectomes[begin : begin + rows])
@@ -553,7 +575,8 @@ def write_site_store(
     Raises
     ------
     StoreError
-        If the parts do not fit together, or a value is not finite.
+        If the parts do not fit together, a value is not finite, another run is writing this store,
+        or the disk is full.
     """
     folder = Path(path)
     participants, rois = list(participants), list(rois)
@@ -569,10 +592,7 @@ def write_site_store(
     full = _complete_description(site, participants, rois, description)
     _refuse_foreign_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _clean_leftovers(folder)
-    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    temporary.mkdir()
-    try:
+    with _no_space_sentence(site, folder), _temporary_folder(folder) as temporary:
         _write_tables(temporary, participants, rois, window_starts)
         _write_connectomes(
             temporary / CONNECTOMES, site, participants, full["n_edges"], connectomes
@@ -584,10 +604,68 @@ def write_site_store(
             _sync(temporary / name)
         _sync(temporary)
         _put_in_place(temporary, folder)
+    return folder
+
+
+@contextmanager
+def _no_space_sentence(site: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StoreError(
+            f"site {site!r}: no space is left for the store in {folder.parent} "
+            f"({os.strerror(error.errno)}); free some, or name another place with --out"
+        ) from None
+
+
+@contextmanager
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder beside the store to write to, marked as in use while this process lives."""
+    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    with _locked(folder.parent, wait=True):  # no other run takes the new folder for a dead one
+        if clean_leftovers(folder):
+            raise StoreError(f"another run is writing {folder} now; wait until it has ended")
+        temporary.mkdir()
+        lock = _lock(temporary)
+    try:
+        yield temporary
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return folder
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool = False) -> int | None:
+    """Lock a folder; returns what to close, or None where file systems have no locks.
+
+    Raises BlockingIOError if another run holds the lock and `wait` is false.
+    """
+    if sys.platform == "win32":
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    lock = _lock(folder, wait=wait)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _complete_description(
@@ -683,6 +761,7 @@ def _write_connectomes(
             f"{(n_samples, n_edges)}"
         )
     out = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(n_samples, n_edges))
+    _reserve(file)
     begin = 0
     for index, p in enumerate(participants):
         block = out[begin : begin + p.n_windows]
@@ -696,6 +775,20 @@ def _write_connectomes(
             )
         begin += p.n_windows
     out.flush()
+
+
+def _reserve(file: Path) -> None:
+    """Give a file its room on the disk, or raise: a full disk under a mapped file kills us."""
+    if not hasattr(os, "posix_fallocate"):
+        if shutil.disk_usage(file.parent).free < file.stat().st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return
+    with file.open("r+b") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not every file system can
+                raise
 
 
 def _sync(path: Path) -> None:
@@ -727,16 +820,38 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     _sync(folder.parent)
 
 
-def _clean_leftovers(folder: Path) -> None:
-    """Remove what interrupted runs left beside the store, and put a stepped-aside store back."""
+def clean_leftovers(folder: Path) -> bool:
+    """Remove what interrupted runs left beside a store, and put a stepped-aside store back.
+
+    Parameters
+    ----------
+    folder : Path
+        The store.
+
+    Returns
+    -------
+    bool
+        Whether another run is writing this store; then nothing is done.
+    """
+    name = glob.escape(folder.name)
+    leftovers = list(folder.parent.glob(f".{name}.partial-*"))
+    for leftover in leftovers:
+        try:
+            with _locked(leftover):
+                pass
+        except FileNotFoundError:
+            continue
+        except BlockingIOError:
+            return True
     aside = folder.parent / f".{folder.name}.replaced"
     if aside.is_dir():
         if folder.exists():
             shutil.rmtree(aside)
         else:
             aside.rename(folder)
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+    for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
+    return False
 
 
 # ------------------------------------------------------------------------ do sites fit together?

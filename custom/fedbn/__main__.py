@@ -65,6 +65,8 @@ def run(
 ) -> None:
     """Run a job's experiment inside this process: the same numbers as in FLARE, no transport."""
     with _one_sentence():
+        if out is not None:
+            _check_writable(out)
         import torch
 
         from fedbn.experiment import read_stores, run_federation
@@ -74,7 +76,7 @@ def run(
         experiment = _changed(
             read_experiment(job), policy=policy, fold=fold, seed=seed, rounds=rounds
         )
-        stores = read_stores(data or default_data_root(), experiment)
+        stores = read_stores(data or default_data_root(), experiment, verify=True)
         with _progress() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))
@@ -191,6 +193,13 @@ def report(
         typer.echo(f"{path} and {len(list(path.parent.glob('*.png')))} pictures beside it")
 
 
+def _check_writable(out: Path) -> None:
+    """Find out before a run, not after it, that its results have no place."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'results.json'}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _changed(experiment: Experiment, **changes: object) -> Experiment:
     return experiment.changed(**{k: v for k, v in changes.items() if v is not None})
 
@@ -238,7 +247,10 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
-        typer.echo(f"fedbn: {' '.join(str(error).split())}", err=True)
+        sentence = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            sentence = f"cannot use {error.filename}: {error.strerror}"
+        typer.echo(f"fedbn: {' '.join(sentence.split())}", err=True)
         raise typer.Exit(1) from error
 
 

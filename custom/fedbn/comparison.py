@@ -187,7 +187,7 @@ def compare(
     data_prep.site_store.StoreError
         If a store is missing, damaged, or made in another way than the others.
     """
-    stores = read_stores(data_root, plan.experiment)
+    stores = read_stores(data_root, plan.experiment, verify=True)
     identity = _identity(plan.experiment, stores)
     _claim(out, identity)
     keys = {run: _key(run, plan, identity) for run in plan.runs}

@@ -42,15 +42,26 @@ class FederationResult:
     report: dict[str, Any]
 
 
-def read_stores(root: Path, experiment: Experiment) -> dict[str, SiteStore]:
+def read_stores(
+    root: Path, experiment: Experiment, *, verify: bool = False
+) -> dict[str, SiteStore]:
     """Read the store of every site of an experiment from ``root/<site>``, and see that they fit.
+
+    Parameters
+    ----------
+    root
+        Folder with one store a site.
+    experiment
+        Names the sites.
+    verify
+        Also look at every value, as a site's preflight does; it costs a second or two.
 
     Raises
     ------
     data_prep.site_store.StoreError
         If one is missing, damaged, or made in another way than the others.
     """
-    stores = {site: read_site_store(root / site) for site in experiment.sites}
+    stores = {site: read_site_store(root / site, verify=verify) for site in experiment.sites}
     check_compatible(list(stores.values()))
     return stores
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -139,11 +140,57 @@ def test_verify_finds_a_value_that_is_not_finite(make_store):
 
 
 def test_no_store_says_how_to_make_one(tmp_path, make_store):
-    with pytest.raises(StoreError, match=r"no site store at .*/NYU: make one with `python -m"):
+    with pytest.raises(StoreError, match=r"no site store at .*/NYU \(no such folder\): make one"):
         read_site_store(tmp_path / "NYU")
     folder = make_store("UM")
     with pytest.raises(StoreError, match=r"it holds the stores UM: name one"):
         read_site_store(folder.parent)
+    with pytest.raises(StoreError, match=r"/MU \(no such folder, only UM\): make one"):
+        read_site_store(folder.parent / "MU")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"/file \(it is a file\): make one"):
+        read_site_store(tmp_path / "file")
+    with pytest.raises(StoreError, match=r"/file is a file; name the folder that holds the stores"):
+        read_site_store(tmp_path / "file" / "UM")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("participants.tsv", "autism", "control"),
+        ("samples.tsv", "\t4", "\t5"),
+        ("rois.tsv", "region 10", "region 11"),
+    ],
+)
+def test_an_edited_table_is_refused_without_verify_too(make_store, name, old, new):
+    folder = make_store()
+    replace(name, old, new)(folder)
+    with pytest.raises(StoreError, match=rf"'NYU': {name} was changed after .* make the store ag"):
+        read_site_store(folder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs file locks")
+def test_a_store_that_another_run_is_writing_is_left_to_it(make_store, tmp_path):
+    def second_run(index, block):
+        with pytest.raises(StoreError, match=r"another run is writing .*/NYU now; wait until it"):
+            make_store()
+        block[...] = 7
+
+    folder = make_store(values=second_run)
+    assert (read_site_store(folder, verify=True).connectomes == 7).all()
+    assert [f.name for f in folder.parent.iterdir()] == ["NYU"]
+
+
+def test_a_full_disk_is_found_before_the_array_is_mapped(make_store, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = make_store()
+    monkeypatch.setattr(site_store.os, "posix_fallocate", full, raising=False)
+    with pytest.raises(StoreError, match=r"site 'NYU': no space is left .* free some, or name ano"):
+        make_store(n=4)
+    assert len(read_site_store(folder, verify=True).participants) == 6
+    assert [f.name for f in folder.parent.iterdir()] == ["NYU"]
 
 
 def test_writing_refuses_a_value_that_is_not_finite_and_leaves_nothing(make_store, tmp_path):

@@ -96,3 +96,31 @@ def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment
     del report["sites"]["UM"]["curve"][0]
     curve = render(run_tables(report)).splitlines()
     assert any("absent" in line for line in curve)
+
+
+def test_a_place_for_results_that_cannot_be_written_is_found_before_the_run(
+    job, data_root, tmp_path, monkeypatch
+):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr("fedbn.experiment.run_federation", never)
+    (tmp_path / "file").write_text("")
+    for out, sentence in (
+        (tmp_path, f"--out {tmp_path} is a folder; name a file, such as"),
+        (tmp_path / "file" / "results.json", f"cannot use {tmp_path / 'file'}: File exists"),
+    ):
+        done = invoke("run", job, "--data", data_root, "--out", out)
+        assert done.exit_code == 1
+        assert done.output.startswith(f"fedbn: {sentence}")
+
+
+@pytest.mark.parametrize("name", ["participants.tsv", "connectomes.npy"])
+def test_a_store_that_was_edited_is_refused(job, data_root, name):
+    file = data_root / "UM" / name
+    content = file.read_bytes()
+    changed = content.replace(b"autism", b"control", 1) if name.endswith("tsv") else content[:-4]
+    file.write_bytes(changed.ljust(len(content), b"\0") if name.endswith("npy") else changed)
+    done = invoke("run", job, "--data", data_root)
+    assert done.exit_code == 1
+    assert f"fedbn: site 'UM': {name} was changed after the store was written" in done.output

@@ -241,7 +241,9 @@ def test_rounds_are_told_as_they_finish(data_root, experiment):
 
 def test_a_missing_store_is_named(data_root, experiment):
     shutil.rmtree(data_root / "UM")
-    with pytest.raises(StoreError, match=r"no site store at .*UM: make one with"):
+    with pytest.raises(
+        StoreError, match=r"no site store at .*UM \(no such folder, only NYU\): make one"
+    ):
         read_stores(data_root, experiment())
 
 

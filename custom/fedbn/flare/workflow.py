@@ -127,7 +127,10 @@ class FedBNWorkflow(ModelController):
         if not isinstance(aggregator, FedBNAggregator):
             raise RunFailedError(f"component {self.aggregator_id!r} must be a FedBNAggregator")
         self.aggregator = aggregator
-        self.experiment = self.persistor.experiment(self.fl_ctx)
+        try:
+            self.experiment = self.persistor.experiment(self.fl_ctx)
+        except Exception as error:  # a file or a network that cannot be used: one sentence
+            raise RunFailedError(str(error)) from error
         self._name_sites()
         self._preflight()
         model = self.load_model()

@@ -176,6 +176,17 @@ def test_the_connected_clients_must_be_the_jobs_sites(make_workflow, arguments, 
     assert workflow.asked == []
 
 
+def test_a_network_that_cannot_be_used_ends_the_job_with_one_sentence(make_workflow):
+    linear = {"name": "FullyConnectedNet"}
+    linear["args"] = {"in_channels": 66, "out_channels": 2, "hidden_channels": [4]}
+    workflow = make_workflow(network=linear)
+    workflow.run()
+    assert panics(workflow)
+    for panic in panics(workflow):
+        assert panic.startswith("network FullyConnectedNet has no batch-norm layer")
+        assert "\n" not in panic
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
