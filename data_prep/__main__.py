@@ -426,7 +426,9 @@ def check(
     folds: Annotated[
         int, typer.Option(help="Folds that every site must allow; 0 to leave this out.")
     ] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out checksums and values.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out the values and their checksum.")
+    ] = False,
 ) -> None:
     """Validate site stores, and whether several fit together."""
     paths = [path for folder in folders for path in (find_site_stores(folder) or [folder])]
