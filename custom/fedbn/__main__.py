@@ -82,7 +82,7 @@ def run(
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))
         for table in run_tables(result.report):
             screen.print(table)
-        screen.print(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
+        typer.echo(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
         if out is not None:
             write_json(out, result.report)
 

@@ -31,7 +31,9 @@ def test_run_prints_the_gain_of_each_site_and_writes_the_results(job, data_root,
     experiment = read_experiment(job)
     expected = run_federation(experiment, read_stores(data_root, experiment)).report
     assert results == json.loads(json.dumps(expected))
-    assert results["shared_weights_sha256"] in done.output.replace("\n", "")
+    assert (
+        done.stdout.splitlines()[-1] == f"shared weights: sha256 {results['shared_weights_sha256']}"
+    )
     again = invoke("results", tmp_path / "results.json")
     assert again.exit_code == 0
     for site, report in results["sites"].items():
