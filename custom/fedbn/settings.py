@@ -225,7 +225,7 @@ def _validated(content: Any, where: str) -> Experiment:
         if first["type"] == "extra_forbidden":
             reason = "there is no such field"
             close = difflib.get_close_matches(field, Experiment.model_fields, 1)
-            if close:
+            if close and len(first["loc"]) == 1:
                 reason += f"; did you mean {close[0]!r}?"
         elif first["type"] == "model_type":
             reason = f"it must be an object {{…}}, got {first['input']!r}"

@@ -231,7 +231,7 @@ def test_groups_of_a_round_are_in_the_report(data_root, experiment, three_sites)
         (cuts(mean_norm=0), "algorithm.split_mean_norm: .*greater than 0"),
         (cuts(site_norm=-1), "algorithm.split_site_norm: .*greater than or equal to 0"),
         ({"name": "sgd"}, "algorithm.name: .*'average', 'alone', 'scaffold' or 'clustered'"),
-        ({"server_rate": 1}, "algorithm.server_rate: Extra inputs"),
+        ({"server_rate": 1}, "algorithm.server_rate: there is no such field"),
     ],
 )
 def test_an_algorithm_that_cannot_be_run_is_told(experiment, algorithm, reason):
