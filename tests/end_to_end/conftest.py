@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deployment import deployed
 
 from fedbn.experiment import read_stores, run_federation
 from fedbn.settings import read_experiment
@@ -26,6 +27,19 @@ JOB = REPOSITORY / "jobs" / "abide_fedbn"
 N_ROIS = 12
 N_EDGES = N_ROIS * (N_ROIS - 1) // 2
 SECONDS = 240
+
+RECIPE = """
+import sys
+
+from nvflare.recipe import SimEnv
+
+from fedbn.flare.recipe import FedBNRecipe
+
+job, folder, *clients = sys.argv[1:]
+recipe = FedBNRecipe(job, name="workspace")
+run = recipe.run(SimEnv(clients=clients, workspace_root=folder))
+assert run.get_result() == folder + "/workspace"
+"""
 
 RECORDER = '''
 import os
@@ -208,6 +222,15 @@ class Simulation:
         self.output = running.output
         return self
 
+    def run_recipe(self, *clients):
+        """Run the job's experiment by FLARE's Recipe API, in the same workspace."""
+        command = [sys.executable, "-c", RECIPE, str(self.job), str(self.folder), *clients]
+        log, environment = self.folder / "log.txt", {"FEDBN_DATA": str(self.data)}
+        with started(command, log, cwd=self.folder, **environment) as running:
+            self.code = running.wait()
+        self.output = running.output
+        return self
+
     def succeeded(self):
         assert self.code == 0, self.output[-4000:]
         return self
@@ -288,3 +311,14 @@ def fedbn_run(simulation):
 def fedavg_run(simulation):
     """The same with policy "none", where batch norm travels."""
     return simulation(policy="none").run("-n", "2", "-t", "2", record=True).succeeded()
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory, write_store):
+    """A server and four hospitals over TLS, started once for all tests that need them."""
+    folder = tmp_path_factory.mktemp("deployment")
+    stores = folder / "stores with blanks"
+    for site, n_subjects in (("NYU", 20), ("USM", 24), ("UM", 16), ("UCLA", 12)):
+        write_store(stores / site, site, n_subjects=n_subjects)
+    with deployed(folder, stores) as running:
+        yield running
