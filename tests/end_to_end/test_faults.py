@@ -9,7 +9,7 @@ import torch
 
 from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
 
 MISBEHAVING = '''
 import time
