@@ -22,7 +22,20 @@ PLAIN = (
     "control_variates",
     "clusters",
 )
-CALLERS = ("site", "experiment", "settings", "flare", "report", "results", "networks", "site_state")
+CALLERS = (
+    "site",
+    "experiment",
+    "settings",
+    "flare",
+    "report",
+    "results",
+    "networks",
+    "site_state",
+    "site_settings",
+    "devices",
+    "versions",
+    "doctor",
+)
 HEAVY = (
     "nilearn",
     "matplotlib",

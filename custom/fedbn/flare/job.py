@@ -12,6 +12,7 @@ import torch
 from nvflare.apis.fl_context import FLContext
 
 from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
+from fedbn.site_settings import SITE_SETTINGS_FILE, SiteSettings, read_site_settings
 
 REPORT = "fedbn"
 """Key of a message's meta data under which fedbn puts its own facts, in either direction."""
@@ -42,6 +43,18 @@ def job_experiment(fl_ctx: FLContext) -> Experiment:
     return read_experiment(
         Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / EXPERIMENT_FILE
     )
+
+
+def site_settings(fl_ctx: FLContext) -> SiteSettings:
+    """Read what the site has decided for itself, in its own ``local/``, where no job can write.
+
+    Raises
+    ------
+    fedbn.site_settings.SiteSettingsError
+        If the file is wrong; without one the settings are the defaults.
+    """
+    workspace = fl_ctx.get_engine().get_workspace()
+    return read_site_settings(Path(workspace.get_site_config_dir()) / SITE_SETTINGS_FILE)
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:

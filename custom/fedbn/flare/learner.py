@@ -23,6 +23,7 @@ from nvflare.app_common.abstract.model_learner import ModelLearner
 from nvflare.app_common.app_constant import ValidateType
 
 from data_prep.site_store import default_data_root, read_site_store
+from fedbn.devices import DeviceChoice, described, device_facts, find_device, out_of_memory
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.job import (
     ERROR,
@@ -34,6 +35,7 @@ from fedbn.flare.job import (
     SITES_FOLDER,
     job_experiment,
     redacted,
+    site_settings,
     to_arrays,
     to_tensors,
 )
@@ -41,6 +43,7 @@ from fedbn.normalization import entries
 from fedbn.results import site_report, without_nan
 from fedbn.settings import Experiment
 from fedbn.site import Preparation, Site, make_network
+from fedbn.site_settings import SiteSettings
 from fedbn.site_state import SiteState, SiteStateError, network_fingerprint
 
 
@@ -51,6 +54,9 @@ class TaskAbortedError(RuntimeError):
 class FedBNLearner(ModelLearner):
     """Train a network beside the site's own batch norm.
 
+    What a site states in its own ``local/fedbn_site.yml`` wins over every argument here, because
+    those come with the job.
+
     Parameters
     ----------
     data_root
@@ -59,8 +65,8 @@ class FedBNLearner(ModelLearner):
         CPU threads for PyTorch; with 1, two runs of a job have the same bits. ``None`` leaves
         PyTorch's own choice.
     device
-        ``"auto"`` (the process's first CUDA device if there is one, else the CPU), or a name that
-        PyTorch knows.
+        ``"auto"`` (the process's first CUDA device if there is one, else the CPU), ``"cpu"``,
+        ``"cuda"`` or ``"cuda:N"``.
     writer_id
         FLARE component through which curves are streamed to the server (TensorBoard).
     """
@@ -80,6 +86,8 @@ class FedBNLearner(ModelLearner):
         self._experiment: Experiment | None = None
         self._site: Site | None = None
         self._state: SiteState | None = None
+        self._settings: SiteSettings | None = None
+        self._device: DeviceChoice | None = None
 
     def validate(self, model: FLModel) -> FLModel | str | None:
         """Answer FLARE's validation task: the preflight before round 0 or the end of the run.
@@ -113,7 +121,7 @@ class FedBNLearner(ModelLearner):
         try:
             return work()
         except Exception as error:
-            sentence = " ".join(str(error).split()) or type(error).__name__
+            sentence = " ".join(self._sentence(error).split()) or type(error).__name__
             site = f"site {self._site_name()!r}"
             if site not in sentence:
                 sentence = f"{site}: {sentence}"
@@ -121,10 +129,32 @@ class FedBNLearner(ModelLearner):
             self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
-            folders = [self._data_root(), self.data_root, self.workspace_root]
-            names = [*(folder for folder in folders if folder), *self._unusual_ids()]
-            sentence = redacted(sentence, names)
+            sentence = redacted(sentence, [*self._folders(), *self._unusual_ids()])
             return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})
+
+    def _sentence(self, error: Exception) -> str:
+        """Say what happened; PyTorch's words about a full device are many, and hide what to do."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, torch.cuda.OutOfMemoryError) and self._device is not None:
+                self.log_error(self.fl_ctx, str(cause), fire_event=False)
+                return out_of_memory(
+                    self._device,
+                    site=self._site_name(),
+                    batch_size=self._load_experiment().training.batch_size,
+                )
+            cause = cause.__cause__
+        return str(error)
+
+    def _folders(self) -> list[Path | str]:
+        """Return the folders that must not be named outside, as they are written and as they are.
+
+        Settings that cannot be read name no folder, and their error quotes none.
+        """
+        folders = [self._data_root(), self.data_root, self.workspace_root]
+        if self._settings is not None:
+            folders += [self._settings.data, self._settings.store]
+        return [folder for folder in folders if folder]
 
     def _site_name(self) -> str:
         name = self.site_name or "?"
@@ -135,7 +165,7 @@ class FedBNLearner(ModelLearner):
 
     def _unusual_ids(self) -> list[str]:
         """Return subject ids that are not in BIDS style, even of a store that cannot be read."""
-        table = self._data_root() / self._site_name() / "participants.tsv"
+        table = self._store_folder(self._site_name()) / "participants.tsv"
         try:
             lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
         except OSError:
@@ -148,8 +178,17 @@ class FedBNLearner(ModelLearner):
             self._experiment = job_experiment(self.fl_ctx)
         return self._experiment
 
+    def _load_settings(self) -> SiteSettings:
+        """Return the site's own settings, once they are known to be this site's."""
+        if self._settings is None:
+            settings = site_settings(self.fl_ctx)
+            settings.check_site(self.site_name, self._load_experiment().site_of(self.site_name))
+            self._settings = settings
+        return self._settings
+
     def _load_state(self) -> SiteState:
         if self._state is None:
+            self._load_settings()
             experiment = self._load_experiment()
             network, _ = make_network(experiment)
             self._state = SiteState.under(
@@ -163,8 +202,9 @@ class FedBNLearner(ModelLearner):
     def _load_site(self, *, prepare: bool = False) -> Site:
         """Return the site's data and network; they are loaded once per process."""
         if self._site is None:
-            if self.torch_threads is not None:
-                torch.set_num_threads(self.torch_threads)
+            threads = self._load_settings().stated("cpu_threads", self.torch_threads)
+            if threads is not None:
+                torch.set_num_threads(threads)
             experiment, state = self._load_experiment(), self._load_state()
             preparation = None
             if not prepare:
@@ -173,9 +213,9 @@ class FedBNLearner(ModelLearner):
             self._site = Site(
                 state.site,
                 # All values are looked at once, before round 0: it costs a second or two.
-                read_site_store(self._data_root() / state.site, verify=prepare),
+                read_site_store(self._store_folder(state.site), verify=prepare),
                 experiment,
-                device=self._device(),
+                device=self._choose_device().device,
                 preparation=preparation,
             )
         return self._site
@@ -183,10 +223,15 @@ class FedBNLearner(ModelLearner):
     def _data_root(self) -> Path:
         return Path(self.data_root).expanduser() if self.data_root else default_data_root()
 
-    def _device(self) -> str:
-        if self.device == "auto":
-            return "cuda:0" if torch.cuda.is_available() else "cpu"
-        return self.device
+    def _store_folder(self, site: str) -> Path:
+        own = None if self._settings is None else self._settings.store
+        return own or self._data_root() / site
+
+    def _choose_device(self) -> DeviceChoice:
+        if self._device is None:
+            setting = self._load_settings().stated("device", self.device)
+            self._device = find_device(setting, site=self._load_state().site)
+        return self._device
 
     def _ensure_prepared(self, prepared: list[str]) -> None:
         """Prepare a site that joins late; refuse to start anew where a state must be there.
@@ -226,12 +271,15 @@ class FedBNLearner(ModelLearner):
             site = self._load_site()
         else:
             site = self._prepare()
-        self.info(f"site {site.name!r}: {site.partition.describe()}; device {site.device}")
+        self.info(f"site {site.name!r}: {site.partition.describe()}")
+        device = self._choose_device()
+        facts = device_facts(device)
+        self.info(f"site {site.name!r} trains on {described(facts)}: {device.reason}")
         report = {
             "site": site.name,
             "signature": site.store.signature(),
             "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
-            "device": str(site.device),
+            **facts,
         }
         return FLModel(metrics={}, meta={REPORT: report})
 

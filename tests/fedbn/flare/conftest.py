@@ -23,6 +23,9 @@ class Workspace:
     def get_root_dir(self):
         return str(self.root)
 
+    def get_site_config_dir(self):
+        return str(self.root / "local")
+
     def get_run_dir(self, job):
         return str(self.root / job)
 
