@@ -203,6 +203,11 @@ class SiteState:
         return self.folder / "local_entries.pt"
 
     @property
+    def earlier_local_path(self) -> Path:
+        """The file with the local entries of the round before those of :attr:`local_path`."""
+        return self.folder / "local_entries_before.pt"
+
+    @property
     def preparation_path(self) -> Path:
         """The file with the site's split and standardisation."""
         return self.folder / "preparation.pt"
@@ -225,6 +230,9 @@ class SiteState:
     def save_local(self, entries: Mapping[str, torch.Tensor], round_number: int) -> None:
         """Keep the local entries as they are after a round (-1: before the first).
 
+        Those of the round before stay beside them: where the server has stopped, each site may
+        have trained a round that nobody has seen, and goes on from what it was before that.
+
         Raises
         ------
         SiteStateError
@@ -236,12 +244,33 @@ class SiteState:
                     f"site {self.site!r}: local entry {name!r} is not finite after round "
                     f"{round_number}; the entries of the round before are kept"
                 )
+        self._keep_earlier(round_number)
         self._save(self.local_path, LOCAL_ENTRIES, entries, {"round": round_number})
 
-    def load_local(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the local entries and the round after which they were kept."""
+    def load_local(self, at_most: int | None = None) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the local entries and the round after which they were kept.
+
+        Parameters
+        ----------
+        at_most
+            Return the latest entries of a round that is not after this one.
+
+        Raises
+        ------
+        SiteStateError
+            If a file is missing or damaged, or both that are kept are of later rounds.
+        """
         tensors, meta = self._load(self.local_path, LOCAL_ENTRIES)
-        return tensors, int(meta["round"])
+        if at_most is None or meta["round"] <= at_most:
+            return tensors, int(meta["round"])
+        if self.earlier_local_path.exists():
+            tensors, earlier = self._load(self.earlier_local_path, LOCAL_ENTRIES)
+            if earlier["round"] <= at_most:
+                return tensors, int(earlier["round"])
+        raise SiteStateError(
+            f"site {self.site!r}: {self.folder} holds the local entries after round "
+            f"{meta['round']}, and none after round {at_most} or before it"
+        )
 
     def save_preparation(
         self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
@@ -289,6 +318,19 @@ class SiteState:
                     f"({type(error).__name__}); delete it to go on without that round"
                 ) from error
         return kept
+
+    def _keep_earlier(self, round_number: int) -> None:
+        """Let the kept entries stand beside those of a later round that will replace them.
+
+        A copy, not a rename: whenever a process is killed, both names hold a whole file.
+        """
+        try:
+            _, meta = self._load(self.local_path, LOCAL_ENTRIES)
+        except SiteStateError:
+            return  # there are none, or none that anything could go on from
+        if meta["round"] < round_number:
+            with atomic_write(self.earlier_local_path) as file:
+                file.write(self.local_path.read_bytes())
 
     def _save(
         self, path: Path, kind: str, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]

@@ -46,6 +46,9 @@ def state(tmp_path):
     return SiteState.under(tmp_path, job="abide", site="NYU", network="MLP-1")
 
 
+BOTH = ["local_entries.pt", "local_entries_before.pt"]
+
+
 def equal(a, b):
     return list(a) == list(b) and all(
         x.dtype == y.dtype and torch.equal(x, y)
@@ -69,7 +72,42 @@ def test_local_entries_come_back_bit_for_bit_with_their_round(state):
     tensors, round_number = again.load_local()
     assert equal(tensors, local_entries(2.5))
     assert round_number == 7
-    assert all_files(state.folder) == ["local_entries.pt"]
+    assert all_files(state.folder) == BOTH
+
+
+def test_the_entries_of_the_round_before_are_kept_beside_the_latest(state):
+    for value, number in enumerate((-1, 0, 1, 4)):
+        state.save_local(local_entries(value), number)
+    for at_most, value, number in ((None, 3, 4), (9, 3, 4), (4, 3, 4), (3, 2, 1), (1, 2, 1)):
+        tensors, round_number = state.load_local(at_most)
+        assert (equal(tensors, local_entries(value)), round_number) == (True, number)
+    with pytest.raises(
+        SiteStateError, match=r"'NYU': .*NYU holds the local entries after round 4, and none after "
+    ):
+        state.load_local(0)
+
+
+def test_a_round_that_is_trained_again_does_not_push_out_the_one_before(state):
+    state.save_local(local_entries(1), 2)
+    for value in (2, 3):
+        state.save_local(local_entries(value), 3)
+    assert equal(state.load_local(3)[0], local_entries(3))
+    assert equal(state.load_local(2)[0], local_entries(1))
+
+
+def test_a_damaged_file_does_not_take_the_place_of_the_entries_before(state):
+    for value in (1, 2):
+        state.save_local(local_entries(value), value)
+    state.local_path.write_bytes(b"damaged")
+    with pytest.raises(SiteStateError, match="is damaged"):
+        state.load_local(1)
+    state.save_local(local_entries(3), 3)
+    assert equal(state.load_local(2)[0], local_entries(1))
+    state.save_local(local_entries(4), 4)
+    state.earlier_local_path.write_bytes(b"damaged")
+    assert state.load_local(4)[1] == 4
+    with pytest.raises(SiteStateError, match=r"local_entries_before.pt is damaged"):
+        state.load_local(3)
 
 
 @pytest.mark.parametrize(
@@ -255,20 +293,27 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("call", ["replace", "fsync", "fdopen"])
-def test_a_full_disk_leaves_the_older_file_and_one_sentence(state, monkeypatch, call):
+def test_a_full_disk_leaves_the_older_file_and_one_sentence(state, monkeypatch, call, name):
+    """Wherever the disk is full: at the copy of the older entries, or at the new ones."""
     state.save_local(local_entries(1.0), 1)
     before = state.local_path.read_bytes()
-    monkeypatch.setattr(os, call, no_space)
+    good, calls = getattr(os, call), iter(())
+    if name == "local_entries.pt":  # two more calls are those of the copy and of its folder
+        calls = iter((good, good) if call == "fsync" else (good,))
+    monkeypatch.setattr(os, call, lambda *a, **k: next(calls, no_space)(*a, **k))
     with pytest.raises(SiteStateError) as caught:
         state.save_local(local_entries(2.0), 2)
     monkeypatch.undo()
     message = str(caught.value)
-    assert message.startswith("cannot write local_entries.pt: No space left on device; free disk")
+    assert message.startswith(f"cannot write {name}: No space left on device; free disk")
     assert "\n" not in message
     assert state.local_path.read_bytes() == before
-    assert all_files(state.folder) == ["local_entries.pt"]
+    assert set(all_files(state.folder)) <= set(BOTH)
     assert state.load_local()[1] == 1
+    state.save_local(local_entries(2.0), 2)
+    assert [state.load_local(number)[1] for number in (2, 1)] == [2, 1]
 
 
 def test_a_write_that_fails_half_way(tmp_path):
@@ -389,7 +434,7 @@ def test_the_system_refuses_to_write_more(tmp_path):
         "writable (an older file is unchanged)",
         "1",
     ], err
-    assert all_files(tmp_path) == ["local_entries.pt"]
+    assert all_files(tmp_path) == BOTH
 
 
 SAVING = """
@@ -410,11 +455,13 @@ def test_killed_while_saving_the_last_whole_state_is_there(tmp_path):
     wait = random.Random(0)
     state = SiteState.under(tmp_path, job="abide", site="NYU", network="n")
     state.save_local({"x": torch.zeros(30_000)}, 0)
+    state.save_local({"x": torch.ones(30_000)}, 1)
+    round_number = 1
     # Forked, so that twelve kills do not cost twelve imports of torch.
     for _ in range(12):
         child = os.fork()
         if child == 0:
-            for round_number in range(10**6):
+            for round_number in range(round_number + 1, 10**6):
                 tensors = {"x": torch.full((30_000,), float(round_number))}
                 state.save_local(tensors, round_number)
         time.sleep(0.05 + wait.random() * 0.1)
@@ -422,8 +469,11 @@ def test_killed_while_saving_the_last_whole_state_is_there(tmp_path):
         assert os.waitpid(child, 0)[1] == 9
         tensors, round_number = state.load_local()
         assert torch.equal(tensors["x"], torch.full((30_000,), float(round_number)))
-    state.save_local({"x": torch.zeros(1)}, 0)
-    assert all_files(tmp_path) == ["local_entries.pt"]
+        tensors, meta = load_checkpoint(state.earlier_local_path, LOCAL_ENTRIES)
+        assert meta["round"] in (round_number - 1, round_number)
+        assert torch.equal(tensors["x"], torch.full((30_000,), float(meta["round"])))
+    state.save_local({"x": torch.zeros(1)}, 10**6)
+    assert all_files(tmp_path) == BOTH
 
 
 @pytest.mark.slow
