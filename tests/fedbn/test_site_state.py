@@ -461,9 +461,9 @@ def test_killed_while_saving_the_last_whole_state_is_there(tmp_path):
     for _ in range(12):
         child = os.fork()
         if child == 0:
-            for round_number in range(round_number + 1, 10**6):
-                tensors = {"x": torch.full((30_000,), float(round_number))}
-                state.save_local(tensors, round_number)
+            for number in range(round_number + 1, 10**6):
+                tensors = {"x": torch.full((30_000,), float(number))}
+                state.save_local(tensors, number)
         time.sleep(0.05 + wait.random() * 0.1)
         os.kill(child, 9)
         assert os.waitpid(child, 0)[1] == 9
