@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
@@ -28,7 +29,8 @@ Message = tuple[list[str], dict[str, np.ndarray] | None]
 class FedBNAggregator(ModelAggregator):
     """Average shared entries; refuse what does not fit, before any of it is accumulated.
 
-    Works in fedbn's own workflow and in FLARE's ``FedAvg`` and ``ScatterAndGather``. Entries that
+    Works in fedbn's own workflow and in FLARE's ``FedAvg`` and ``ScatterAndGather``, with weights
+    and with their differences to what the site received (FLARE's ``ConvertWeights``). Entries that
     belong to a site are dropped if a client sends them anyway, and the log says so. The result has
     the same bits whatever the order of arrival, and memory does not grow with the number of sites.
 
@@ -151,8 +153,10 @@ class FedBNAggregator(ModelAggregator):
             raise ContributionError(str(report[ERROR]))
         if self._persistor is None:
             raise RuntimeError("FedBNAggregator was used before the start of a run")
-        if model.params_type != ParamsType.FULL or not isinstance(model.params, dict):
-            raise ContributionError(f"it holds no full weights but {model.params_type}")
+        if model.params_type not in (ParamsType.FULL, ParamsType.DIFF) or not isinstance(
+            model.params, dict
+        ):
+            raise ContributionError(f"it holds no weights but {model.params_type}")
         local = set(self._persistor.local_names(self.fl_ctx))
         arrived = {name: value for name, value in model.params.items() if name not in local}
         if len(arrived) < len(model.params):
@@ -161,8 +165,11 @@ class FedBNAggregator(ModelAggregator):
                 f"{client} sent {self.dropped[client]} entries that belong to its batch norm or "
                 "are no floats; they were dropped (its own filter should have kept them)"
             )
-        server = self._make_server()
-        server.add(self._site_of(client), to_tensors(arrived), self._weight(model))
+        server, site = self._make_server(), self._site_of(client)
+        tensors = to_tensors(arrived)
+        if model.params_type == ParamsType.DIFF:
+            tensors = _added(tensors, server.message(site))
+        server.add(site, tensors, self._weight(model))
 
     def _make_server(self) -> Server:
         if self._server is None:
@@ -188,3 +195,22 @@ class FedBNAggregator(ModelAggregator):
                 f"its number of training samples is {n_samples!r}, expected a whole number above 0"
             )
         return float(n_samples)
+
+
+def _added(
+    differences: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the weights that differ so from what the site received.
+
+    A site's own filters may have turned its weights into differences, to clip them or to add noise
+    (in float64). Names that are unknown, and shapes that NumPy would broadcast, stay as they are:
+    the server refuses them.
+    """
+    weights = {}
+    for name, difference in differences.items():
+        known = base.get(name)
+        if known is None or known.shape != difference.shape or not difference.is_floating_point():
+            weights[name] = difference
+        else:
+            weights[name] = known + difference.to(known.dtype)
+    return weights

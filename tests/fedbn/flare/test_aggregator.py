@@ -151,12 +151,12 @@ def test_a_bad_contribution_changes_nothing(aggregator, shared, case):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"params_type": ParamsType.DIFF}, "no full weights but"),
-        ({"params": None}, "no full weights but"),
-        ({"params": [1, 2]}, "no full weights but"),
+        ({"params_type": None}, "no weights but"),
+        ({"params": None}, "no weights but"),
+        ({"params": [1, 2]}, "no weights but"),
     ],
 )
-def test_differences_and_empty_answers_are_refused(aggregator, shared, changes, reason):
+def test_answers_without_weights_are_refused(aggregator, shared, changes, reason):
     model = contribution(shared())
     for name, value in changes.items():
         setattr(model, name, value)
@@ -245,7 +245,7 @@ def test_scatter_and_gather_api(aggregator, shared):
     assert arrives("NYU", shared(1)) is True
     assert arrives("UM", shared(3)) is True
     assert arrives("USM", with_nan(shared(5))) is False
-    assert arrives("UCLA", shared(5), DataKind.WEIGHT_DIFF) is False
+    assert arrives("UCLA", {"accuracy": 0.5}, DataKind.METRICS) is False
     assert aggregator.accept(Shareable(), context) is False
     assert aggregator.accepted == ["NYU", "UM"]
     assert set(aggregator.refused) >= {"USM", "UCLA"}
