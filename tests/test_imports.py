@@ -33,7 +33,6 @@ CALLERS = (
     "site_state",
     "site_settings",
     "devices",
-    "versions",
     "doctor",
 )
 HEAVY = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedbn.installation import installed_version, satisfies
 from fedbn.methods import METHODS
 from fedbn.settings import read_experiment
 
@@ -54,6 +55,13 @@ def test_an_experiment_is_the_main_job_s_changed_into_the_method_s(name):
         if contents[0].get(key) != contents[1].get(key)
     }
     assert differing <= OF_THE_METHOD
+
+
+def test_the_main_job_takes_this_version_and_not_the_next():
+    required = read_experiment(MAIN).fedbn_version
+    major, minor = installed_version().split(".")[:2]
+    assert satisfies(f"{major}.{minor}.99", required)
+    assert not satisfies(f"{major}.{int(minor) + 1}.0", required)
 
 
 @pytest.mark.parametrize("name", IN_FLARE)

@@ -13,8 +13,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from fedbn.installation import check_version, is_specifier
 from fedbn.normalization import Policy
 from fedbn.training import TrainingSettings
 
@@ -124,6 +132,9 @@ class Experiment(_Settings):
         Stratified folds by subject, within each site; ``fold`` is the one that is held out.
     seed
         Of the initial weights, the folds, the order of batches and the dropout masks.
+    fedbn_version
+        Versions of fedbn that may run it, as PEP 440 writes them (``">=0.1,<0.2"``); any if
+        ``None``. The server and each site look before round 0.
     compare_with_alone
         Whether each site also trains the same network alone, on its own data only, with the same
         number of updates, to say what the federation gained it.
@@ -143,6 +154,14 @@ class Experiment(_Settings):
     fold: int = Field(default=0, ge=0, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**31, strict=True)
     compare_with_alone: bool = True
+    fedbn_version: str | None = None
+
+    @field_validator("fedbn_version")
+    @classmethod
+    def _specifier(cls, required: str | None) -> str | None:
+        if required is not None and not is_specifier(required):
+            raise ValueError(f"give versions as in '>=0.1,<0.2', got {required!r}")
+        return required
 
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
@@ -201,6 +220,8 @@ def read_experiment(path: Path) -> Experiment:
     ------
     ExperimentError
         One sentence: file not found, not JSON, or the first field that is wrong and why.
+    fedbn.installation.InstallationError
+        If it needs another version of fedbn than the installed one.
     """
     if path.is_dir():
         path = path / "app" / "config" / EXPERIMENT_FILE
@@ -212,6 +233,9 @@ def read_experiment(path: Path) -> Experiment:
         ) from error
     except (OSError, ValueError) as error:
         raise ExperimentError(f"cannot read experiment file {path}: {error}") from error
+    required = content.get("fedbn_version") if isinstance(content, dict) else None
+    if isinstance(required, str) and is_specifier(required):
+        check_version(required)  # before the fields: another version has others
     return _validated(content, str(path))
 
 
