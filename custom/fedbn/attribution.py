@@ -137,7 +137,7 @@ def _divided(network: nn.Module) -> tuple[nn.Module, nn.Module]:
     if not isinstance(network, ConnectomeMLP):
         return nn.Identity(), network
     linear, *of_first = network.hidden[0].children()
-    return linear, nn.Sequential(*of_first, *network.hidden[1:], network.classifier)
+    return linear, nn.Sequential(*of_first, *list(network.hidden)[1:], network.classifier)
 
 
 def _log_odds(network: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
