@@ -701,7 +701,10 @@ def _refuse_foreign_folder(folder: Path) -> None:
     for place in (folder, folder.parent):
         if place.exists() and not place.is_dir():
             raise StoreError(f"{place} is a file; choose another place for the store")
-    if folder.is_dir() and not (folder / DESCRIPTION).is_file() and any(folder.iterdir()):
+    # A BIDS data set has a description too, and must never be taken for an old store.
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    of_a_store = {*TABLES_AND_ARRAY, DESCRIPTION}
+    if names and (DESCRIPTION not in names or {n for n in names if n[0] != "."} - of_a_store):
         raise StoreError(
             f"{folder} holds something that is not a site store; choose another place or empty it"
         )

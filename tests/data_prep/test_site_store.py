@@ -201,6 +201,20 @@ def test_writing_refuses_a_value_that_is_not_finite_and_leaves_nothing(make_stor
     assert list((tmp_path / "stores").iterdir()) == []
 
 
+def test_a_data_set_with_a_description_of_its_own_is_never_replaced(make_store, tmp_path):
+    raw = tmp_path / "NYU"
+    (raw / "sub-01").mkdir(parents=True)
+    (raw / "dataset_description.json").write_text('{"Name": "our scans", "BIDSVersion": "1.9.0"}')
+    (raw / "participants.tsv").write_text("participant_id\n")
+    with pytest.raises(StoreError, match="holds something that is not a site store"):
+        make_store(folder=raw)
+    assert sorted(p.name for p in raw.iterdir()) == [
+        "dataset_description.json",
+        "participants.tsv",
+        "sub-01",
+    ]
+
+
 def test_a_foreign_folder_is_never_replaced(make_store, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
