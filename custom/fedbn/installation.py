@@ -12,14 +12,8 @@ from dataclasses import dataclass
 
 NOT_INSTALLED = "not installed"
 
-AT_A_SITE = {
-    "numpy": "numpy",
-    "torch": "torch",
-    "scipy": "scipy",
-    "sklearn": "scikit-learn",
-    "monai": "monai",
-}
-"""Modules that a site needs between the first and the last task of a job: module to package."""
+AT_A_SITE = {"sklearn": "scikit-learn", "scipy": "scipy", "monai": "monai"}
+"""Modules that a site imports only in the course of a job: module to package."""
 
 
 class InstallationError(RuntimeError):
@@ -115,6 +109,15 @@ def check_packages(modules: Mapping[str, str] = AT_A_SITE) -> None:
             f"missing in this site's Python: {', '.join(missing)}; install it where FLARE runs "
             f"(pip install {' '.join(missing)})"
         )
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return the sentence for a module that a task wanted to import and did not find."""
+    package = AT_A_SITE.get((error.name or "").partition(".")[0], error.name)
+    return (
+        f"missing in this site's Python: {package}; install it where FLARE runs "
+        f"(pip install {package})"
+    )
 
 
 def required_packages(package: str = "fedbn") -> list[Package]:

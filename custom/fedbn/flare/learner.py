@@ -39,8 +39,9 @@ from fedbn.flare.job import (
     to_arrays,
     to_tensors,
 )
+from fedbn.installation import check_packages, missing_package
 from fedbn.normalization import entries
-from fedbn.results import site_report, without_nan
+from fedbn.results import site_report, versions, without_nan
 from fedbn.settings import Experiment
 from fedbn.site import Preparation, Site, make_network
 from fedbn.site_settings import SiteSettings
@@ -144,6 +145,8 @@ class FedBNLearner(ModelLearner):
                     batch_size=self._load_experiment().training.batch_size,
                 )
             cause = cause.__cause__
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return missing_package(error)
         return str(error)
 
     def _folders(self) -> list[Path | str]:
@@ -260,6 +263,8 @@ class FedBNLearner(ModelLearner):
         return site
 
     def _preflight(self) -> FLModel:
+        self._load_experiment()  # its version first: another fedbn may need other packages
+        check_packages()
         state = self._load_state()
         if state.exists:  # the task was sent twice: what is kept wins
             _, kept = state.load_local()
@@ -280,6 +285,7 @@ class FedBNLearner(ModelLearner):
             "signature": site.store.signature(),
             "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
             **facts,
+            "versions": versions(),
         }
         return FLModel(metrics={}, meta={REPORT: report})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from fedbn.flare.job import (
     to_tensors,
 )
 from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.installation import different_versions
 from fedbn.report.tables import render, run_tables
-from fedbn.results import run_report
+from fedbn.results import run_report, versions
 from fedbn.settings import Experiment
 from fedbn.site_state import write_json
 
@@ -203,9 +204,12 @@ class FedBNWorkflow(ModelController):
                     + "; ".join(differences)
                 )
         self.site_facts = {
-            self.site_of_client[client]: {"client": client, "device": answer.get("device")}
+            self.site_of_client[client]: _site_facts(client, answer)
             for client, answer in answers.items()
         }
+        for site, facts in sorted(self.site_facts.items()):
+            if differences := different_versions(versions(), facts["versions"]):
+                self.warning(f"{site} has other versions: {', '.join(differences)}")
         self.prepared = set(answers)
         self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
 
@@ -415,6 +419,29 @@ def _client(result: FLModel) -> str:
 def _report(result: FLModel) -> dict[str, Any]:
     report = (result.meta or {}).get(REPORT)
     return report if isinstance(report, dict) else {}
+
+
+def _site_facts(client: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep what a site says of its device and packages, and nothing that it may have added."""
+    told = answer.get("versions")
+    facts: dict[str, Any] = {
+        "client": client,
+        "versions": _texts(told if isinstance(told, dict) else {}, versions()),
+        **_texts(answer, ("device", "device_name")),
+    }
+    index = answer.get("device_index")
+    if isinstance(index, int) and not isinstance(index, bool) and abs(index) < 1000:
+        facts["device_index"] = index
+    return facts
+
+
+def _texts(told: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Keep short texts of one line, without a path."""
+    return {
+        name: redacted("".join(c if c.isprintable() else " " for c in told[name])[:80])
+        for name in names
+        if isinstance(told.get(name), str)
+    }
 
 
 def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:

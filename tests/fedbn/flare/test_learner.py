@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -409,6 +411,59 @@ def test_a_client_that_is_no_site_is_told_the_names(make_client, experiment):
 def test_a_numbered_client_reads_its_sites_store(make_client, experiment):
     report, _ = make_client(experiment(), "site-2").ask("preflight")
     assert report["site"] == "UM"
+
+
+def test_a_site_with_another_fedbn_refuses_with_both_versions(make_client, experiment, monkeypatch):
+    monkeypatch.setattr("fedbn.installation.installed_version", lambda package="fedbn": "0.3.0")
+    report, _ = make_client(experiment(fedbn_version=">=0.1,<0.2")).ask("preflight")
+    assert report["error"].startswith(
+        "site 'NYU': the job needs fedbn >=0.1,<0.2, but fedbn 0.3.0 is installed here; "
+    )
+
+
+def without(monkeypatch, name):
+    """Make a package one that is not installed, for those who look and for those who import."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(module, path=None, target=None):
+            if module.partition(".")[0] == name:
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("sklearn", "scikit-learn"), ("scipy", "scipy"), ("monai", "monai")]
+)
+def test_a_package_that_the_last_task_needs_is_missed_in_the_preflight(
+    make_client, experiment, monkeypatch, name, package
+):
+    client = make_client(experiment())
+    with monkeypatch.context() as patch:
+        without(patch, name)
+        report, _ = client.ask("preflight")
+    assert report["error"] == (
+        f"site 'NYU': missing in this site's Python: {package}; install it where FLARE runs "
+        f"(pip install {package})"
+    )
+    assert not list(Path(client.learner.workspace_root).rglob("local_entries.pt"))
+
+
+def test_a_package_that_is_missed_late_is_a_sentence_too(
+    make_client, experiment, shared, monkeypatch
+):
+    client = make_client(experiment())
+    client.ask("preflight")
+
+    def fails(*_):
+        raise ModuleNotFoundError("No module named 'sklearn.metrics'", name="sklearn.metrics")
+
+    monkeypatch.setattr(Site, "metrics", fails)
+    report, _ = client.ask("final", shared, prepared=["NYU"])
+    assert "missing in this site's Python: scikit-learn; install it" in report["error"]
 
 
 def test_what_is_not_foreseen_is_an_answer_too(make_client, experiment, monkeypatch, caplog):

@@ -411,3 +411,61 @@ def test_the_model_that_goes_out_holds_shared_entries_alone(make_workflow):
             assert set(data.params) == shared
             assert data.params_type == ParamsType.FULL
             assert all(torch.isfinite(torch.from_numpy(v)).all() for v in data.params.values())
+
+
+def test_device_and_versions_of_each_site_are_in_the_results(make_workflow, caplog):
+    workflow = make_workflow()
+
+    def on_a_card(answer):
+        answer.meta[REPORT] |= {
+            "device": "cuda:0",
+            "device_name": "a card\n/home/ann/sub-0050952",
+            "device_index": 3,
+            "device_uuid": "GPU-12",
+        }
+        answer.meta[REPORT]["versions"] |= {"torch": "1.0", "numpy": 7, "home": "/home/ann"}
+        return answer
+
+    workflow.clients["UM"] = failing_when("preflight", workflow.clients["UM"], on_a_card)
+    workflow.run()
+    assert panics(workflow) == []
+    report = results(workflow)
+    here = report["versions"]
+    nyu, um = report["sites"]["NYU"], report["sites"]["UM"]
+    assert nyu["versions"] == here
+    assert um["versions"] == {k: v for k, v in here.items() if k != "numpy"} | {"torch": "1.0"}
+    assert {name: um[name] for name in um if "device" in name} == {
+        "device": "cuda:0",
+        "device_name": "a card <path>",
+        "device_index": 3,
+    }
+    assert f"UM has other versions: torch 1.0 (here {here['torch']})" in caplog.text
+    assert "NYU has other versions" not in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"versions": ["x"], "device": 5, "device_index": True}, {}])
+def test_an_answer_without_device_or_versions_is_no_error(make_workflow, wrong):
+    workflow = make_workflow()
+
+    def silent(answer):
+        report = answer.meta[REPORT]
+        answer.meta[REPORT] = {k: report[k] for k in ("site", "signature")} | wrong
+        return answer
+
+    workflow.clients["UM"] = failing_when("preflight", workflow.clients["UM"], silent)
+    workflow.run()
+    assert panics(workflow) == []
+    facts = results(workflow)["sites"]["UM"]
+    assert facts["versions"] == {}
+    assert "device" not in facts
+
+
+def test_a_server_with_another_fedbn_ends_the_job_before_any_site_is_asked(
+    make_context, experiment, monkeypatch
+):
+    monkeypatch.setattr("fedbn.installation.installed_version", lambda package="fedbn": "0.3.0")
+    persistor = SharedModelPersistor()
+    context = make_context(experiment(sites=SITES, fedbn_version=">=0.1,<0.2"), persistor=persistor)
+    persistor.handle_event(EventType.START_RUN, context)
+    (sentence,) = context.get_engine().panics
+    assert "the job needs fedbn >=0.1,<0.2, but fedbn 0.3.0 is installed here" in sentence
