@@ -87,6 +87,12 @@ class PackedDropout(nn.Module):
         """Return `x` with a random subset of elements at zero and the rest scaled; same shape."""
         if not self.training or self.p == 0 or x.numel() == 0:
             return x
+        if torch.jit.is_scripting():  # its compiler cannot take the masks of packed bits
+            return nn.functional.dropout(x, self.p, training=True)
+        else:  # noqa: RET505 - the compiler passes over this branch, and only over this form
+            return self._masked(x)
+
+    def _masked(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return nn.functional.dropout(x, self.p, training=True)
         if not x.is_floating_point():
@@ -208,7 +214,7 @@ class ConnectomeMLP(nn.Module):
         """Return logits of shape (n, n_classes) for `x` of shape (n, in_features), float32."""
         if x.ndim != 2 or x.shape[1] != self.in_features:
             raise ValueError(
-                f"ConnectomeMLP takes input of shape (n, {self.in_features}), got {tuple(x.shape)}"
+                f"ConnectomeMLP takes input of shape (n, {self.in_features}), got {list(x.shape)}"
             )
         logits: torch.Tensor = self.classifier(self.hidden(self.input_dropout(x)))
         return logits
