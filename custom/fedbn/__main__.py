@@ -21,7 +21,12 @@ from rich.progress import (
 )
 
 from data_prep.site_store import default_data_root
-from fedbn.settings import Experiment, read_experiment
+from fedbn.settings import (
+    Experiment,
+    parse_network,
+    parse_training_share,
+    read_experiment,
+)
 from fedbn.site_state import atomic_write, write_json
 
 app = typer.Typer(
@@ -107,6 +112,32 @@ def compare(
     local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:JSON]",
+            help="Network in place of the job's: a name, with arguments as "
+            "'ConnectomeMLP:{\"hidden\": [16, 16]}'.",
+        ),
+    ] = None,
+    training_share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Share of each site's training subjects to train on (0.25), or of some sites' "
+            "(NYU=0.1,UM=0.5).",
+        ),
+    ] = None,
+    aggregation_weights: Annotated[
+        str | None, typer.Option(help="equal, or samples: what a site counts in the mean.")
+    ] = None,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Training loss whose first round is told. Default: the reference's at its last "
+            "round."
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: one a CPU core.", min=0)] = 0,
     track: Annotated[
         str | None,
@@ -134,18 +165,27 @@ def compare(
             experiment.changed(fold=0),
             rounds=rounds,
             n_folds=folds,
+            network=None if network is None else parse_network(network),
+            training_share=None if training_share is None else parse_training_share(training_share),
+            aggregation_weights=aggregation_weights,
             training={**experiment.training.model_dump(), **given},
         )
         names = [name.strip() for name in methods.split(",") if name.strip()]
-        plan = comparison.plan_comparison(experiment, names, seeds, reference)
-        with _runs_progress() as on_run:
-            summary = comparison.compare(
-                plan,
-                data or default_data_root(),
-                out,
-                processes=jobs or os.cpu_count() or 1,
-                on_run=on_run,
-            )
+        plan = comparison.plan_comparison(
+            experiment, names, seeds, reference, target_loss=target_loss
+        )
+        try:
+            with _runs_progress() as on_run:
+                summary = comparison.compare(
+                    plan,
+                    data or default_data_root(),
+                    out,
+                    processes=jobs or os.cpu_count() or 1,
+                    on_run=on_run,
+                )
+        except KeyboardInterrupt:
+            typer.echo("fedbn: stopped; finished runs are kept, start again to go on", err=True)
+            raise typer.Exit(130) from None
         tables = comparison_tables(summary)
         sentences = difference_sentences(summary)
         text = render(tables, width=width(summary)) + "\n" + "\n".join(sentences) + "\n"

@@ -2,9 +2,10 @@
 
 Every method sees the same splits, initial weights and order of batches, so that the difference of
 two methods in one seed and fold is theirs and not the draw's. Each run (method, seed, fold) is one
-unit of work in a process of its own thread, and one file under ``runs/``, written atomically. What
-is there is not run again, and everything else (``results.csv``, ``summary.json``) is computed from
-these files, so that an interrupted comparison ends with the same bytes.
+file under ``runs/``, written atomically. What is there is not run again, and everything else
+(``results.csv``, ``summary.json``) is computed from these files, so that an interrupted comparison
+ends with the same bytes. Runs are done by processes of one thread each; those that begin with the
+same federation (FedAvg, and FedAvg with thresholds) have it in common.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import os
 import signal
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,17 @@ import torch
 
 from data_prep.site_store import SiteStore
 from fedbn import evaluation, operating_point, paired
-from fedbn.experiment import read_stores
-from fedbn.methods import Outcome, method, own_threshold
+from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.experiment import Federation, read_stores
+from fedbn.methods import FederatedRunner, Outcome, method, own_threshold
+from fedbn.networks import build_network, head_entries
 from fedbn.results import versions, without_nan
 from fedbn.settings import Experiment
-from fedbn.site import store_fingerprint
+from fedbn.site import Site, make_network, prepare, store_fingerprint
 from fedbn.site_state import atomic_write, write_json
 
-FORMAT = "fedbn-comparison-1"
+FORMAT = "fedbn-comparison-2"
+_READABLE = (FORMAT, "fedbn-comparison-1")  # the first one has no training loss, and no `when`
 IDENTITY_FILE = "comparison.json"
 RESULTS_FILE = "results.csv"
 SUMMARY_FILE = "summary.json"
@@ -51,9 +56,24 @@ OWN_THRESHOLD = "accuracy_own_threshold"
 METRICS = (*evaluation.METRICS, "brier", OWN_THRESHOLD)
 """Of each row and level. All but ``brier`` are better if higher."""
 
+FINAL = "final"
+"""When a row is scored whose method ends otherwise than with averaged weights."""
+
+_WHEN = (BEFORE_TRAINING, AFTER_TRAINING, FINAL)
+
 _DECIDE_NUMBERS = ("fedbn", "python", "torch", "numpy", "scikit-learn", "monai")
 # Replaced by each method, seed and fold, or of no weight for the numbers.
-_NOT_COMPARED = ("name", "policy", "algorithm", "finetune", "fold", "seed", "compare_with_alone")
+_NOT_COMPARED = (
+    "name",
+    "policy",
+    "algorithm",
+    "finetune",
+    "fold",
+    "seed",
+    "compare_with_alone",
+    "fedbn_version",
+    "continues",
+)
 
 
 class ComparisonError(ValueError):
@@ -83,12 +103,16 @@ class Plan:
         Seeds 0 to ``n_seeds - 1``.
     reference
         The method that the others are subtracted from.
+    target_loss
+        A training loss whose first round is looked for; ``None`` for the one that the reference
+        has at its last round, in each seed and fold.
     """
 
     experiment: Experiment
     methods: tuple[str, ...]
     n_seeds: int
     reference: str
+    target_loss: float | None = None
 
     @property
     def runs(self) -> list[Run]:
@@ -109,7 +133,12 @@ class Plan:
 
 
 def plan_comparison(
-    experiment: Experiment, methods: Sequence[str], n_seeds: int, reference: str | None = None
+    experiment: Experiment,
+    methods: Sequence[str],
+    n_seeds: int,
+    reference: str | None = None,
+    *,
+    target_loss: float | None = None,
 ) -> Plan:
     """Check what is asked for, before anything runs.
 
@@ -123,11 +152,14 @@ def plan_comparison(
         Repetitions, each with its own folds.
     reference
         One of `methods`; by default ``"fedavg"`` if it is among them, and otherwise the first.
+    target_loss
+        As in :class:`Plan`, above 0.
 
     Raises
     ------
     ValueError
-        If a method is unknown or named twice, or there is no repetition.
+        If a method is unknown or named twice, there is no repetition, or the experiment's network
+        cannot be built or is not for one of the methods.
     """
     for name in methods:
         method(name)
@@ -144,9 +176,18 @@ def plan_comparison(
         raise ComparisonError(
             f"reference {reference!r} is not among the methods ({', '.join(methods)})"
         )
-    plan = Plan(experiment, tuple(methods), n_seeds, reference)
+    if target_loss is not None and not 0 < target_loss < math.inf:
+        raise ComparisonError(f"target loss is {target_loss:g}; it must be a number above 0")
+    plan = Plan(experiment, tuple(methods), n_seeds, reference, target_loss)
+    build_network(experiment.network.name, experiment.network.args, experiment.seed)
     for name in methods:
-        plan.experiment_of(Run(name, 0, 0))
+        settings = plan.experiment_of(Run(name, 0, 0))
+        try:
+            network, _ = make_network(settings)
+            if settings.finetune is not None and settings.finetune.entries == "head":
+                head_entries(network)
+        except ValueError as error:
+            raise ComparisonError(f"method {name}: {error}") from error
     return plan
 
 
@@ -185,10 +226,13 @@ def compare(
     ComparisonError
         If `out` holds something else, or a run fails.
     data_prep.site_store.StoreError
-        If a store is missing, damaged, or made in another way than the others.
+        If a store is missing, damaged, or made in another way than the others, or does not fit the
+        network or the share of training subjects.
     """
     stores = read_stores(data_root, plan.experiment, verify=True)
     identity = _identity(plan.experiment, stores)
+    if not (out / IDENTITY_FILE).is_file():
+        _check_fit(plan, stores)
     _claim(out, identity)
     keys = {run: _key(run, plan, identity) for run in plan.runs}
     records = {}
@@ -200,18 +244,12 @@ def compare(
     if on_run is not None:
         on_run(len(records), len(keys))
     if missing:
-        units = {
-            run: (
-                run,
-                plan.experiment_of(run),
-                data_root,
-                identity["stores"],
-                _record_path(out, run, keys[run]),
-                keys[run],
-            )
+        units = [
+            Unit(run, plan.experiment_of(run), _record_path(out, run, keys[run]), keys[run])
             for run in missing
-        }
-        for done, run in enumerate(_execute(units, processes), start=len(records) + 1):
+        ]
+        tasks = [Task(together, data_root, identity["stores"]) for together in _together(units)]
+        for done, run in enumerate(_execute(tasks, processes), start=len(records) + 1):
             record = _read_record(_record_path(out, run, keys[run]), keys[run])
             if record is None:
                 raise ComparisonError(f"{_named(run)}: its file cannot be read back")
@@ -225,6 +263,19 @@ def compare(
     summary = summarise(plan, rows, ordered, identity, synthetic=synthetic)
     write_json(out / SUMMARY_FILE, summary)
     return summary
+
+
+def _check_fit(plan: Plan, stores: Mapping[str, SiteStore]) -> None:
+    """See that every site can be split as asked and that its samples fit the network."""
+    for fold in range(plan.experiment.n_folds):
+        unscaled = plan.experiment.changed(seed=0, fold=fold, standardization="none")
+        for name, store in stores.items():
+            prepare(name, store, unscaled)
+    with_network = [name for name in plan.methods if method(name).has_network]
+    if with_network:
+        settings = plan.experiment_of(Run(with_network[0], 0, 0)).changed(standardization="none")
+        smallest = min(stores, key=lambda name: len(stores[name].connectomes))
+        Site(smallest, stores[smallest], settings).check_network()
 
 
 # ------------------------------------------------------------------------------------ the folder
@@ -306,36 +357,98 @@ def _read_record(path: Path, key: str) -> dict[str, Any] | None:
 # ----------------------------------------------------------------------------------- units of work
 
 
-def _execute(units: Mapping[Run, tuple[Any, ...]], processes: int) -> Iterable[Run]:
-    """Do units of work in several processes; yield each when its file is there."""
+@dataclass(frozen=True)
+class Unit:
+    """One run to be done, and where its file goes."""
+
+    run: Run
+    experiment: Experiment
+    path: Path
+    key: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Runs that one process does one after the other; all begin with the same federation, if any.
+
+    Attributes
+    ----------
+    units
+        Of one seed and fold.
+    data_root
+        Folder with one store a site.
+    fingerprints
+        Site name to the fingerprint that its store must have.
+    """
+
+    units: tuple[Unit, ...]
+    data_root: Path
+    fingerprints: Mapping[str, str]
+
+
+def _together(units: Iterable[Unit]) -> list[tuple[Unit, ...]]:
+    """Gather the runs that begin with the same federation; every other run is by itself."""
+    groups: dict[Any, list[Unit]] = {}
+    for unit in units:
+        runner = method(unit.run.method).run
+        key: Any = unit.run
+        if isinstance(runner, FederatedRunner):
+            key = runner.common(unit.experiment).model_dump_json()
+        groups.setdefault(key, []).append(unit)
+    return [tuple(group) for group in groups.values()]
+
+
+def _execute(tasks: Sequence[Task], processes: int) -> Iterable[Run]:
+    """Do tasks in several processes; yield each run when its file is there."""
     context = multiprocessing.get_context("spawn")
-    workers = max(1, min(processes, len(units)))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
-        futures = {pool.submit(_do, *unit): run for run, unit in units.items()}
+    workers = max(1, min(processes, len(tasks)))
+    stop = context.Event()
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(stop,)
+    ) as pool:
+        with _without_interrupts():
+            futures = {pool.submit(_do, task): task for task in tasks}
         try:
             for future in as_completed(futures):
                 future.result()
-                yield futures[future]
+                yield from (unit.run for unit in futures[future].units)
         except BrokenProcessPool as error:
             raise ComparisonError(
                 "a process of the comparison was ended from outside, for want of memory perhaps; "
                 "start again with fewer --jobs: finished runs are kept"
             ) from error
-        finally:  # also when the caller stops: runs that have begun are finished and kept
+        except (KeyboardInterrupt, GeneratorExit):
+            stop.set()  # runs that have begun are given up: nobody waits for them
+            raise
+        finally:  # after a run that failed, those that have begun are finished and kept
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let processes that are started here never see Ctrl-C: the parent decides when to stop."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_writing = threading.Lock()
+"""Held while a run's file is written: a process that is told to end does so before or after it."""
+
+
+def _start_worker(stop: Event) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Leave no process behind whose parent was killed."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+    waits = [stop.wait] if parent is None else [stop.wait, parent.join]
+    for wait in waits:  # no process is left behind whose parent has stopped or was killed
+        threading.Thread(target=_end_after, args=(wait,), daemon=True).start()
+
+
+def _end_after(wait: Callable[[], object]) -> None:
+    wait()
+    with _writing:
         os._exit(1)
 
 
@@ -345,30 +458,31 @@ def _stores(data_root: Path, sites: tuple[str, ...]) -> dict[str, SiteStore]:
     return read_stores(data_root, Experiment(sites=sites))
 
 
-def _do(
-    run: Run,
-    experiment: Experiment,
-    data_root: Path,
-    fingerprints: Mapping[str, str],
-    path: Path,
-    key: str,
-) -> None:
-    stores = _stores(data_root, experiment.sites)
-    for site, store in stores.items():
-        if store_fingerprint(store) != fingerprints[site]:
-            raise ComparisonError(f"the data of site {site!r} changed during the comparison")
-    try:
-        outcomes = method(run.method).run(experiment, stores)
-    except (ValueError, RuntimeError, ArithmeticError) as error:
-        raise ComparisonError(f"{_named(run)}: {error}") from error
-    content = {
-        "format": FORMAT,
-        "key": key,
-        **asdict(run),
-        "sites": {site: make_record(outcomes[site]) for site in sorted(outcomes)},
-    }
-    with atomic_write(path) as file:
-        file.write(json.dumps(content, allow_nan=False).encode())
+def _do(task: Task) -> None:
+    federation: Federation | None = None
+    for unit in task.units:
+        run, experiment = unit.run, unit.experiment
+        stores = _stores(task.data_root, experiment.sites)
+        for site, store in stores.items():
+            if store_fingerprint(store) != task.fingerprints[site]:
+                raise ComparisonError(f"the data of site {site!r} changed during the comparison")
+        runner = method(run.method).run
+        try:
+            if isinstance(runner, FederatedRunner):
+                federation = federation or runner.train(experiment, stores)
+                outcomes = runner.finish(federation, experiment)
+            else:
+                outcomes = runner(experiment, stores)
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            raise ComparisonError(f"{_named(run)}: {error}") from error
+        content = {
+            "format": FORMAT,
+            "key": unit.key,
+            **asdict(run),
+            "sites": {site: make_record(outcomes[site]) for site in sorted(outcomes)},
+        }
+        with _writing, atomic_write(unit.path) as file:
+            file.write(json.dumps(content, allow_nan=False).encode())
 
 
 def _named(run: Run) -> str:
@@ -381,23 +495,34 @@ def make_record(outcome: Outcome) -> dict[str, Any]:
     Subjects are numbered within the run's test and training part. Numbers are Python's, which JSON
     keeps to the last bit.
     """
-    parts: dict[str, Any] = {}
-    for part, owners, targets, probability in (
-        ("test", outcome.test_participants, outcome.test_targets, outcome.test_probability),
-        ("train", outcome.train_participants, outcome.train_targets, outcome.train_probability),
+    record = _scores(outcome)
+    for part, owners, targets in (
+        ("test", outcome.test_participants, outcome.test_targets),
+        ("train", outcome.train_participants, outcome.train_targets),
     ):
-        scores, subjects = evaluation.subject_scores(probability[:, 1], owners)
-        number = np.searchsorted(subjects, owners)
+        subjects, number = np.unique(owners, return_inverse=True)
         of_subject = np.zeros(len(subjects), dtype=np.int64)
         of_subject[number] = targets
-        parts[part] = {"targets": of_subject.tolist(), "scores": scores.tolist()}
+        record[part]["targets"] = of_subject.tolist()
         if part == "test":
-            parts[part]["window_subjects"] = number.tolist()
-            parts[part]["window_scores"] = probability[:, 1].tolist()
+            record[part]["window_subjects"] = number.tolist()
+    if outcome.after_training is not None:
+        record[AFTER_TRAINING] = _scores(outcome.after_training)
+    if outcome.training_loss is not None:
+        record["training_loss"] = outcome.training_loss
+    return record
+
+
+def _scores(outcome: Outcome) -> dict[str, Any]:
+    """Return thresholds and scores, subjects in the order of their numbers."""
+    test, train = outcome.test_probability[:, 1], outcome.train_probability[:, 1]
+    of_test, _ = evaluation.subject_scores(test, outcome.test_participants)
+    of_train, _ = evaluation.subject_scores(train, outcome.train_participants)
     return {
         "threshold": float(outcome.threshold),
         "own_threshold": own_threshold(outcome),
-        **parts,
+        "test": {"scores": of_test.tolist(), "window_scores": test.tolist()},
+        "train": {"scores": of_train.tolist()},
     }
 
 
@@ -405,42 +530,65 @@ def make_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def score_record(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Score one run: one row a site, as in ``results.csv``; an undefined metric is NaN."""
+    """Score one run, as in ``results.csv``; an undefined metric is NaN.
+
+    Returns
+    -------
+    list of dict
+        One row a site; of a federated method two. ``"when"`` is ``"before_training"`` for the final
+        shared weights with the site's own entries, before any further local training, and
+        ``"after_training"`` for the site's network after its local epochs of the last round, before
+        the last averaging. Of a method that ends otherwise it is ``"final"``.
+    """
     rows = []
     for site, content in record["sites"].items():
-        test = content["test"]
-        targets = np.array(test["targets"])
-        owners = np.array(test["window_subjects"])
-        row: dict[str, Any] = {
-            "method": run.method,
-            "site": site,
-            "seed": run.seed,
-            "fold": run.fold,
-            "n_train_subjects": len(content["train"]["targets"]),
-            "n_test_subjects": len(targets),
-            "n_test_windows": len(owners),
-            "threshold": content["threshold"],
-            "own_threshold": content["own_threshold"],
-        }
-        for level, of_level, scores in (
-            ("subject", targets, np.array(test["scores"])),
-            ("window", targets[owners], np.array(test["window_scores"])),
-        ):
-            found = evaluation.binary_metrics(of_level, scores, content["threshold"])
-            found["brier"] = operating_point.brier_score(of_level, scores)
-            at_own = scores >= content["own_threshold"]
-            found[OWN_THRESHOLD] = float(np.mean(at_own == (of_level == 1)))
-            row |= {f"{level}_{name}": found[name] for name in METRICS}
-        rows.append(row)
+        targets = np.array(content["test"]["targets"])
+        owners = np.array(content["test"]["window_subjects"])
+        after = content.get(AFTER_TRAINING)
+        scored = {FINAL: content}
+        if after is not None:
+            scored = {BEFORE_TRAINING: content, AFTER_TRAINING: after}
+        for when, found in scored.items():
+            rows.append(
+                {
+                    "method": run.method,
+                    "site": site,
+                    "seed": run.seed,
+                    "fold": run.fold,
+                    "when": when,
+                    "n_train_subjects": len(content["train"]["targets"]),
+                    "n_test_subjects": len(targets),
+                    "n_test_windows": len(owners),
+                    **_metrics(found, targets, owners),
+                }
+            )
     return rows
 
 
+def _metrics(found: Mapping[str, Any], targets: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+    """Return thresholds and every metric by subject and by window."""
+    row = {name: found[name] for name in ("threshold", "own_threshold")}
+    for level, of_level, scores in (
+        ("subject", targets, np.array(found["test"]["scores"])),
+        ("window", targets[owners], np.array(found["test"]["window_scores"])),
+    ):
+        metrics = evaluation.binary_metrics(of_level, scores, found["threshold"])
+        metrics["brier"] = operating_point.brier_score(of_level, scores)
+        at_own = scores >= found["own_threshold"]
+        metrics[OWN_THRESHOLD] = float(np.mean(at_own == (of_level == 1)))
+        row |= {f"{level}_{name}": metrics[name] for name in METRICS}
+    return row
+
+
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows sorted by method, site, seed and fold, numbers in full, NaN as an empty cell."""
+    """Write rows sorted by method, site, seed, fold and when, numbers in full, NaN as empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    for row in sorted(rows, key=lambda r: (r["method"], r["site"], r["seed"], r["fold"])):
+    for row in sorted(
+        rows,
+        key=lambda r: (r["method"], r["site"], r["seed"], r["fold"], _WHEN.index(r["when"])),
+    ):
         writer.writerow(
             {
                 name: "" if isinstance(value, float) and math.isnan(value) else value
@@ -468,10 +616,15 @@ def summarise(
         ``"weighted"`` (by subjects), level and metric, to mean and standard deviation over seeds
         of the mean over folds. ``"differences"``: the same but ``"weighted"``, method minus
         reference, from :mod:`fedbn.paired`. ``"calibration"``: method and site, over the held-out
-        subjects of all folds of a seed, mean over seeds.
+        subjects of all folds of a seed, mean over seeds. ``"after_training"``: of federated methods
+        the same as ``"scores"``, for the sites' networks after their last local epochs.
+        ``"convergence"``: see :func:`convergence`.
     """
     sites = list(plan.experiment.sites)
-    table = _Table(plan, rows)
+    table = _Table(plan, [row for row in rows if row["when"] != AFTER_TRAINING])
+    after = [row for row in rows if row["when"] == AFTER_TRAINING]
+    table_after = _Table(plan, after)
+    with_after = {row["method"] for row in after}
     ratio = {site: table.test_to_train([site]) for site in sites}
     ratio[MACRO] = table.test_to_train(sites)
     scores = {
@@ -512,6 +665,12 @@ def summarise(
             "test_to_train": ratio,
             "scores": scores,
             "differences": differences,
+            AFTER_TRAINING: {
+                name: {scope: _cells(table_after, name, scope) for scope in (*sites, MACRO)}
+                for name in plan.methods
+                if name in with_after
+            },
+            "convergence": convergence(plan, records, ratio[MACRO]),
             "calibration": {
                 name: {site: _calibration(plan, records, name, site) for site in sites}
                 for name in plan.methods
@@ -550,16 +709,7 @@ class _Table:
 
     def cell(self, name: str, scope: str, column: str) -> dict[str, Any]:
         """Mean and standard deviation over seeds of the mean over folds."""
-        by_fold = self.values(name, scope, column)
-        of_seed = [
-            math.fsum(row[~np.isnan(row)]) / np.count_nonzero(~np.isnan(row))
-            for row in by_fold
-            if not np.isnan(row).all()
-        ]
-        return {
-            "mean": math.fsum(of_seed) / len(of_seed) if of_seed else math.nan,
-            "sd": statistics.stdev(of_seed) if len(of_seed) > 1 else math.nan,
-        }
+        return spread(self.values(name, scope, column))
 
     def count(self, site: str, column: str) -> int:
         """Sum over the folds of one seed: each subject is held out once."""
@@ -570,6 +720,22 @@ class _Table:
             return sum(float(self.of_site(self._any, site, column).sum()) for site in sites)
 
         return count("n_test_subjects") / count("n_train_subjects")
+
+
+def spread(by_fold: np.ndarray) -> dict[str, Any]:
+    """Return mean and standard deviation over seeds of the mean over folds, without undefined ones.
+
+    `by_fold` is (n_seeds, n_folds).
+    """
+    of_seed = [
+        math.fsum(row[~np.isnan(row)]) / np.count_nonzero(~np.isnan(row))
+        for row in by_fold
+        if not np.isnan(row).all()
+    ]
+    return {
+        "mean": math.fsum(of_seed) / len(of_seed) if of_seed else math.nan,
+        "sd": statistics.stdev(of_seed) if len(of_seed) > 1 else math.nan,
+    }
 
 
 def _cells(table: _Table, name: str, scope: str) -> dict[str, dict[str, Any]]:
@@ -617,6 +783,101 @@ def _calibration(
     return {"n": of_seed[0]["n"], **numbers, "bins_of_seed": [found["bins"] for found in of_seed]}
 
 
+def convergence(
+    plan: Plan, records: Mapping[Run, Mapping[str, Any]], test_to_train: float
+) -> dict[str, Any] | None:
+    """Say after how many rounds each federated method's training loss is as low as a target.
+
+    The loss of a round is the mean over sites of the cross entropy in their last local epoch of it,
+    measured while the weights change, with dropout.
+
+    Parameters
+    ----------
+    plan
+        What was compared.
+    records
+        For each run the content of its file.
+    test_to_train
+        As in :func:`fedbn.paired.compare`.
+
+    Returns
+    -------
+    dict or None
+        ``None`` without a federated method. ``"of"``: the method whose loss at its last round is
+        the target of each seed and fold, or ``None`` if the plan has one number; ``"target"``: the
+        mean target. ``"methods"``: for each the ``"loss"`` of each seed and round (mean over folds
+        and sites), ``"last_loss"``, the number of ``"runs"`` and of those that ``"reached"`` the
+        target, and of the rounds until then, counted from 1, ``"median"``, ``"low"`` and
+        ``"high"`` (``None`` if that run did not reach it). ``"difference"``: rounds minus those of
+        ``"of"``'s method (else of the reference), where all runs of both reached it.
+    """
+    losses = {
+        name: loss
+        for name in plan.methods
+        if (loss := _round_losses(plan, records, name)) is not None
+    }
+    if not losses:
+        return None
+    compared_with = next(name for name in (plan.reference, "fedavg", *losses) if name in losses)
+    last = losses[compared_with][:, :, -1]
+    target = last if plan.target_loss is None else np.full_like(last, plan.target_loss)
+    rounds = {name: _rounds_until(loss, target) for name, loss in losses.items()}
+    found = {}
+    for name, loss in losses.items():
+        until = rounds[name]
+        difference = None
+        both = np.stack([until, rounds[compared_with]])
+        if name != compared_with and np.isfinite(both).all():
+            estimate = paired.compare((both[0] - both[1]).ravel(), test_to_train)
+            difference = {**asdict(estimate), "verdict": paired.verdict(estimate)}
+        found[name] = {
+            "loss": [[math.fsum(column) / len(column) for column in seed.T] for seed in loss],
+            "last_loss": spread(loss[:, :, -1]),
+            "runs": until.size,
+            "reached": int(np.isfinite(until).sum()),
+            "median": float(np.median(until)),
+            "low": float(until.min()),
+            "high": float(until.max()),
+            "difference": difference,
+        }
+    return {
+        "of": compared_with if plan.target_loss is None else None,
+        "compared_with": compared_with,
+        "target": math.fsum(target.ravel()) / target.size,
+        "rounds": plan.experiment.rounds,
+        "methods": found,
+    }
+
+
+def _round_losses(
+    plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str
+) -> np.ndarray | None:
+    """Return (n_seeds, n_folds, rounds): the mean over sites of each round's last epoch."""
+    of_runs = []
+    for seed in range(plan.n_seeds):
+        for fold in range(plan.experiment.n_folds):
+            sites = records[Run(name, seed, fold)]["sites"]
+            of_sites = [sites[site].get("training_loss") for site in sorted(sites)]
+            if None in of_sites:
+                return None
+            of_runs.append(
+                [
+                    math.fsum(epochs[-1] for epochs in of_round) / len(of_round)
+                    for of_round in zip(*of_sites, strict=True)
+                ]
+            )
+    return np.array(of_runs).reshape(plan.n_seeds, plan.experiment.n_folds, -1)
+
+
+def _rounds_until(loss: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the first round, from 1, whose loss is at most the target; infinity if there is none.
+
+    `loss` is (n_seeds, n_folds, rounds) and `target` (n_seeds, n_folds), as is the result.
+    """
+    reached = loss <= target[:, :, None]
+    return np.where(reached.any(axis=2), reached.argmax(axis=2) + 1.0, math.inf)
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """Read the summary of a finished comparison.
 
@@ -629,7 +890,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in _READABLE:
         raise ComparisonError(f"{path} is not the summary of a comparison ({FORMAT})")
     return content
 

@@ -85,6 +85,11 @@ class Federation:
         What the algorithm has to tell of each round; empty for a plain mean.
     predictions
         Site name, round, and before or after training, to test probabilities (n_test, n_classes).
+    sent
+        Site name to the shared entries that the site sent last.
+    losses
+        Site name to the training loss of each local epoch of each round, as
+        :class:`fedbn.training.TrainingOutcome` measures it.
     """
 
     sites: dict[str, Site]
@@ -93,11 +98,19 @@ class Federation:
     received: dict[str, dict[str, torch.Tensor]]
     facts: list[dict[str, Any]]
     predictions: dict[str, dict[int, dict[str, np.ndarray]]]
+    sent: dict[str, dict[str, torch.Tensor]]
+    losses: dict[str, list[list[float]]]
 
     def load(self, name: str) -> Site:
         """Return a site with the final entries, received and its own, in its network."""
         site = self.sites[name]
         site.load(self.received[name], self.local[name])
+        return site
+
+    def load_trained(self, name: str) -> Site:
+        """Return a site with its network as its local epochs of the last round left it."""
+        site = self.sites[name]
+        site.load(self.sent[name], self.local[name])
         return site
 
 
@@ -130,6 +143,8 @@ def federate(
         site.check_network()
     server = make_server(experiment, *make_network(experiment))
     local = {name: site.initial_local() for name, site in sites.items()}
+    sent: dict[str, dict[str, torch.Tensor]] = {}
+    losses: dict[str, list[list[float]]] = {name: [] for name in sites}
     facts: list[dict[str, Any]] = []
     predictions: dict[str, dict[int, dict[str, np.ndarray]]] = {name: {} for name in sites}
     for number in range(experiment.rounds):
@@ -137,7 +152,8 @@ def federate(
         for name, site in sites.items():
             train = site.train_round if score_rounds else site.train
             result = train(server.message(name), local[name], number)
-            local[name] = result.local
+            local[name], sent[name] = result.local, result.shared
+            losses[name].append(result.outcome.losses)
             weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
             server.add(name, result.shared, weight)
             if isinstance(result, RoundResult):
@@ -156,6 +172,8 @@ def federate(
         received={name: server.message(name) for name in sites},
         facts=facts,
         predictions=predictions,
+        sent=sent,
+        losses=losses,
     )
 
 

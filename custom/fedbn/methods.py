@@ -17,7 +17,7 @@ import torch
 
 from data_prep.site_store import SiteStore
 from fedbn import baselines, evaluation
-from fedbn.experiment import federate
+from fedbn.experiment import Federation, federate
 from fedbn.normalization import entries, load_entries, recompute_statistics
 from fedbn.operating_point import choose_threshold
 from fedbn.settings import Experiment
@@ -39,6 +39,11 @@ class Outcome:
         float64 (n_windows, n_classes).
     threshold
         A probability of at least this much means autism, by window and by subject.
+    after_training
+        Of a federated method that ends with the averaged weights: the same for the site's network
+        as its local epochs of the last round left it, before the last averaging.
+    training_loss
+        Of such a method: the training loss of each local epoch of each round.
     """
 
     test_targets: np.ndarray
@@ -48,9 +53,48 @@ class Outcome:
     train_participants: np.ndarray
     train_probability: np.ndarray
     threshold: float = 0.5
+    after_training: Outcome | None = None
+    training_loss: list[list[float]] | None = None
 
 
 Runner = Callable[[Experiment, Mapping[str, SiteStore]], dict[str, Outcome]]
+Finish = Callable[[Federation, Experiment], dict[str, Outcome]]
+
+
+@dataclass(frozen=True)
+class FederatedRunner:
+    """Runs a federation, and makes of it what the method leaves at each site.
+
+    Methods that differ in the second step alone can have the first one in common: a federation is
+    the same whatever is made of it afterwards.
+
+    Attributes
+    ----------
+    finish
+        Federation and experiment to one outcome a site. It loads the entries that it needs, and so
+        depends on nothing that another one has done to the sites' networks.
+    """
+
+    finish: Finish
+
+    def __call__(
+        self, experiment: Experiment, stores: Mapping[str, SiteStore]
+    ) -> dict[str, Outcome]:
+        """Run both steps."""
+        return self.finish(self.train(experiment, stores), experiment)
+
+    @staticmethod
+    def train(experiment: Experiment, stores: Mapping[str, SiteStore]) -> Federation:
+        """Run the federation, as far as methods can have it in common."""
+        return federate(FederatedRunner.common(experiment), stores, score_rounds=False)
+
+    @staticmethod
+    def common(experiment: Experiment) -> Experiment:
+        """Return what decides the federation, without what comes after it.
+
+        Two methods for which this is equal can share one federation.
+        """
+        return experiment.changed(name="federation", finetune=None, compare_with_alone=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +117,8 @@ class Method:
         Whether FLARE can run it: not where all data would have to be in one place.
     needs_pooled_data
         Whether it needs all sites' data in one place, which a federation exists to avoid.
+    has_network
+        Whether it trains the experiment's network.
     """
 
     name: str
@@ -82,6 +128,7 @@ class Method:
     training: Mapping[str, Any] = field(default_factory=dict)
     in_flare: bool = True
     needs_pooled_data: bool = False
+    has_network: bool = True
 
     def experiment(self, experiment: Experiment) -> Experiment:
         """Return the experiment changed into this method's."""
@@ -111,32 +158,40 @@ def method(name: str) -> Method:
     return METHODS[name]
 
 
-def run_federated(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
-    """Run the experiment as a federation; each site ends with its own local entries."""
-    federation = federate(experiment, stores, score_rounds=False)
+def averaged(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
+    """Score the final shared weights with each site's own entries, and what it had trained last."""
     outcomes = {}
     for name in federation.sites:
-        outcomes[name] = outcome(federation.load(name))
+        outcomes[name] = replace(
+            outcome(federation.load(name)),
+            after_training=outcome(federation.load_trained(name)),
+            training_loss=federation.losses[name],
+        )
     return outcomes
 
 
-def run_finetuned(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
-    """Run the experiment as a federation; each site then trains on by itself for some epochs."""
-    federation = federate(experiment, stores, score_rounds=False)
+def finetuned(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
+    """Let each site train on from the final model, by itself, for the experiment's epochs."""
     outcomes = {}
-    for name in federation.sites:
-        site = federation.load(name)
+    for name, common in federation.sites.items():
+        site = Site(
+            name,
+            common.store,
+            experiment,
+            device=common.device,
+            preparation=common.preparation,
+        )
+        site.load(federation.received[name], federation.local[name])
         site.finetune()
         outcomes[name] = outcome(site)
     return outcomes
 
 
-def run_adapted(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
-    """Run the experiment, then recompute batch norm's statistics on each site's training scans.
+def adapted(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
+    """Recompute batch norm's statistics on each site's training scans.
 
     A site needs no label for it, and nothing of it leaves the site.
     """
-    federation = federate(experiment, stores, score_rounds=False)
     outcomes = {}
     for name in federation.sites:
         site = federation.load(name)
@@ -145,14 +200,19 @@ def run_adapted(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict
     return outcomes
 
 
-def run_with_thresholds(
-    experiment: Experiment, stores: Mapping[str, SiteStore]
-) -> dict[str, Outcome]:
-    """Run the experiment; each site then chooses its threshold on its training subjects."""
-    return {
-        name: replace(result, threshold=own_threshold(result))
-        for name, result in run_federated(experiment, stores).items()
-    }
+def with_thresholds(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
+    """Let each site choose its threshold on its training subjects."""
+    outcomes = {}
+    for name in federation.sites:
+        result = outcome(federation.load(name))
+        outcomes[name] = replace(result, threshold=own_threshold(result))
+    return outcomes
+
+
+run_federated = FederatedRunner(averaged)
+run_finetuned = FederatedRunner(finetuned)
+run_adapted = FederatedRunner(adapted)
+run_with_thresholds = FederatedRunner(with_thresholds)
 
 
 def own_threshold(result: Outcome) -> float:
@@ -337,6 +397,7 @@ METHODS: dict[str, Method] = {
                 {"policy": "none"},
                 in_flare=False,
                 needs_pooled_data=together,
+                has_network=False,
             )
             for name, title, fit, together in (
                 ("ridge", "ridge, pooled", baselines.fit_ridge, True),

@@ -128,6 +128,10 @@ class Experiment(_Settings):
     standardization
         ``"site"``: each feature is z-scored with the mean and standard deviation of the site's own
         training samples. ``"none"``: features are used as they are stored.
+    training_share
+        How much of each fold's training subjects a site trains on, in (0, 1]: one number, or one
+        for each site that has less than all (``{"NYU": 0.1}``). Drawn by subject, stratified by
+        diagnosis; a smaller share is a part of a larger one; held-out subjects stay the same.
     n_folds, fold
         Stratified folds by subject, within each site; ``fold`` is the one that is held out.
     seed
@@ -150,6 +154,7 @@ class Experiment(_Settings):
     finetune: FinetuneSettings | None = None
     aggregation_weights: Literal["equal", "samples"] = "equal"
     standardization: Literal["site", "none"] = "site"
+    training_share: float | dict[SiteName, float] = 1.0
     n_folds: int = Field(default=5, ge=2, strict=True)
     fold: int = Field(default=0, ge=0, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**31, strict=True)
@@ -163,6 +168,17 @@ class Experiment(_Settings):
             raise ValueError(f"give versions as in '>=0.1,<0.2', got {required!r}")
         return required
 
+    @field_validator("training_share", mode="before")
+    @classmethod
+    def _shares(cls, value: Any) -> Any:
+        for share in value.values() if isinstance(value, dict) else [value]:
+            is_number = isinstance(share, int | float) and not isinstance(share, bool)
+            if not is_number or not 0 < share <= 1:
+                raise ValueError(
+                    f"give a number above 0 and at most 1, or one for each site, got {share!r}"
+                )
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
         if self.fold >= self.n_folds:
@@ -171,6 +187,13 @@ class Experiment(_Settings):
             )
         if not self.sites or len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites must be distinct names, got {list(self.sites)}")
+        if isinstance(self.training_share, dict):
+            unknown = [name for name in self.training_share if name not in self.sites]
+            if unknown:
+                raise ValueError(
+                    f"training_share names {unknown[0]!r}, which is no site of this experiment "
+                    f"({', '.join(self.sites)})"
+                )
         training = self.training
         if self.algorithm.name == "alone" and training.proximal_mu:
             raise ValueError(
@@ -187,6 +210,12 @@ class Experiment(_Settings):
                 "SGD"
             )
         return self
+
+    def training_share_of(self, site: str) -> float:
+        """Return the share of its training subjects that a site trains on."""
+        if isinstance(self.training_share, dict):
+            return self.training_share.get(site, 1.0)
+        return self.training_share
 
     def site_of(self, client: str) -> str:
         """Return the site that a FLARE client stands for.
@@ -211,6 +240,53 @@ class Experiment(_Settings):
     def changed(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, validated like the original."""
         return _validated({**self.model_dump(), **changes}, "the experiment")
+
+
+def parse_network(text: str) -> dict[str, Any]:
+    """Read a network as it is typed: ``NAME``, or ``NAME:{JSON object of arguments}``.
+
+    Raises
+    ------
+    ExperimentError
+        If the arguments are no JSON object.
+    """
+    name, brace, rest = text.partition("{")
+    if not brace:
+        return {"name": text.strip(), "args": {}}
+    try:
+        args = json.loads(brace + rest)
+    except ValueError as error:
+        raise ExperimentError(
+            f"network {text!r}: its arguments are not JSON ({error}); write them as in "
+            "'ConnectomeMLP:{\"hidden\": [16, 16]}'"
+        ) from error
+    name = name.strip()
+    if not name.endswith(":"):
+        raise ExperimentError(f"network {text!r}: put a colon between its name and its arguments")
+    return {"name": name.removesuffix(":").strip(), "args": args}
+
+
+def parse_training_share(text: str) -> float | dict[str, float]:
+    """Read a share of training subjects as it is typed: ``0.25``, or ``NYU=0.1,UM=0.5``.
+
+    Raises
+    ------
+    ExperimentError
+        If it is neither.
+    """
+    try:
+        if "=" not in text:
+            return float(text)
+        pairs = [part.split("=") for part in text.split(",")]
+        shares = {site.strip(): float(share) for site, share in pairs}
+    except ValueError as error:
+        raise ExperimentError(
+            f"training share {text!r} is neither a number, such as 0.25, nor one for each site, "
+            "such as NYU=0.1,UM=0.5"
+        ) from error
+    if len(shares) < len(pairs):
+        raise ExperimentError(f"training share {text!r} names a site twice")
+    return shares
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -442,20 +442,22 @@ def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
         raise StoreError(f"site {name!r}: its store holds the data of site {store.site!r}")
     folds = _folds(name, store, experiment)
     in_test = folds == experiment.fold
-    n_train = int((~in_test).sum())
+    in_train = _training_subjects(name, store, experiment, ~in_test)
+    n_train = int(in_train.sum())
     if n_train < MIN_TRAINING_SUBJECTS:
         raise StoreError(
             f"site {name!r}: {n_train} training subjects of {len(folds)} are too few to train "
             f"on, at least {MIN_TRAINING_SUBJECTS} are needed"
         )
-    trained = np.unique(store.labels[~in_test])
+    trained = np.unique(store.labels[in_train])
     if len(trained) < 2:
         raise StoreError(
             f"site {name!r}: all {n_train} training subjects are of the diagnosis "
             f"{('control', 'autism')[trained[0]]!r}; training needs both"
         )
     test_sample = in_test[store.sample_participant]
-    train_rows, test_rows = np.flatnonzero(~test_sample), np.flatnonzero(test_sample)
+    train_rows = np.flatnonzero(in_train[store.sample_participant])
+    test_rows = np.flatnonzero(test_sample)
     evaluation.assert_disjoint_subjects(
         np.unique(store.sample_participant[train_rows]),
         np.unique(store.sample_participant[test_rows]),
@@ -472,7 +474,7 @@ def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
         "n_test_subjects": int(in_test.sum()),
         "n_train_samples": len(train_rows),
         "n_test_samples": len(test_rows),
-        "autism_share_train": float(labels[~in_test].mean()),
+        "autism_share_train": float(labels[in_train].mean()),
         "autism_share_test": float(labels[in_test].mean()),
     }
     return Preparation(
@@ -520,6 +522,46 @@ def _folds(name: str, store: SiteStore, experiment: Experiment) -> np.ndarray:
             f"{experiment.fold} of {experiment.n_folds}; prepare the store again for this fold"
         )
     return folds
+
+
+def _training_subjects(
+    name: str, store: SiteStore, experiment: Experiment, available: np.ndarray
+) -> np.ndarray:
+    """Draw the subjects to train on from those of the training folds, (n_subjects,) bool.
+
+    Of each diagnosis the first ones of a shuffled order are taken, so that a smaller share is a
+    part of a larger one. The order depends on the seed, the fold, the site's name and the ids of
+    its training subjects alone.
+
+    Raises
+    ------
+    data_prep.site_store.StoreError
+        If a diagnosis would vanish, or too few subjects would be left.
+    """
+    share = experiment.training_share_of(name)
+    if share == 1:
+        return available
+    seed = derive_seed(experiment.seed, name, experiment.fold, "training share")
+    generator = np.random.default_rng(seed)
+    by_id = sorted(np.flatnonzero(available), key=lambda k: store.participants[k].participant_id)
+    taken = np.zeros_like(available)
+    for label, diagnosis in enumerate(("control", "autism")):
+        of_class = [k for k in by_id if store.labels[k] == label]
+        members = generator.permutation(np.array(of_class, dtype=np.int64))
+        n_taken = int(share * len(members) + 0.5)
+        if len(members) and not n_taken:
+            raise StoreError(
+                f"site {name!r}: training_share {share:g} leaves none of its {len(members)} "
+                f"training subjects of the diagnosis {diagnosis!r}; give a larger share"
+            )
+        taken[members[:n_taken]] = True
+    if taken.sum() < MIN_TRAINING_SUBJECTS:
+        raise StoreError(
+            f"site {name!r}: training_share {share:g} leaves {taken.sum()} of "
+            f"{available.sum()} training subjects, at least {MIN_TRAINING_SUBJECTS} are needed; "
+            "give a larger share"
+        )
+    return taken
 
 
 def _mean_and_std(store: SiteStore, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from data_prep.__main__ import app as data_prep
 from data_prep.site_store import read_site_store
-from fedbn import evaluation, paired
+from fedbn import comparison, evaluation, methods, paired
 from fedbn.__main__ import app
 from fedbn.comparison import (
     METRICS,
@@ -34,7 +35,7 @@ from fedbn.comparison import (
     read_summary,
     score_record,
 )
-from fedbn.experiment import read_stores, run_federation
+from fedbn.experiment import federate, read_stores, run_federation
 from fedbn.methods import METHODS, Outcome, own_threshold
 from fedbn.report.comparison_tables import (
     accuracy_table,
@@ -44,8 +45,9 @@ from fedbn.report.comparison_tables import (
     width,
 )
 from fedbn.report.tables import SYNTHETIC, render
-from fedbn.settings import ExperimentError
+from fedbn.settings import ExperimentError, parse_network
 
+LINEAR = 'torch.nn.Linear:{"in_features": 66, "out_features": 2}'
 METHODS_COMPARED = ("fedbn", "fedavg", "pooled", "fedavg_threshold", "ridge")
 
 
@@ -61,9 +63,14 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def rows_of(folder):
+def all_rows_of(folder):
     with (folder / "results.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def rows_of(folder):
+    """Return the rows that count for the tables."""
+    return [row for row in all_rows_of(folder) if row["when"] != "after_training"]
 
 
 @pytest.fixture
@@ -121,11 +128,27 @@ def test_metrics_are_those_of_a_federation_by_itself(finished, name, policy):
         if (row["method"], row["seed"], row["fold"]) == (name, "1", "1")
     ]
     assert [row["site"] for row in rows] == ["NYU", "UM"]
-    for row in rows:
+    after = [
+        row
+        for row in all_rows_of(finished["out"])
+        if (row["method"], row["seed"], row["fold"]) == (name, "1", "1")
+        and row["when"] == "after_training"
+    ]
+    assert [row["site"] for row in after] == ["NYU", "UM"]
+    differing = 0
+    for row, row_after in zip(rows, after, strict=True):
+        assert row["when"] == "before_training"
         of_site = report["sites"][row["site"]]
+        last = of_site["curve"][-1]["after_training"]
         for level in ("subject", "window"):
             for metric in evaluation.METRICS:
-                assert float(row[f"{level}_{metric}"]) == of_site["federated"][level][metric]
+                column = f"{level}_{metric}"
+                assert float(row[column]) == of_site["federated"][level][metric]
+                assert float(row_after[column]) == last[level][metric]
+                differing += row[column] != row_after[column]
+    assert differing, "the last local epochs change no score: the test shows nothing"
+    for row in rows:
+        of_site = report["sites"][row["site"]]
         for count in ("n_train_subjects", "n_test_subjects"):
             assert int(row[count]) == of_site[count]
 
@@ -134,6 +157,11 @@ def test_metrics_are_those_of_a_federation_by_itself(finished, name, policy):
 def test_every_subject_is_held_out_once_a_seed_and_every_method_has_the_same(finished):
     rows = rows_of(finished["out"])
     assert len(rows) == len(METHODS_COMPARED) * 2 * 2 * 2  # sites, seeds, folds
+    assert {row["method"] for row in rows if row["when"] == "before_training"} == {
+        "fedbn",
+        "fedavg",
+    }
+    assert {row["when"] for row in rows} == {"before_training", "final"}
     targets = {}
     for path in (finished["out"] / "runs").iterdir():
         record = json.loads(path.read_text())
@@ -218,7 +246,15 @@ def test_reordering_methods_and_sites_changes_no_number(finished, tmp_path, expe
     csvs = [(folder / "results.csv").read_bytes() for folder in (tmp_path / "out", finished["out"])]
     assert csvs[0] == csvs[1]
     before = finished["summary"]
-    for part in ("scores", "differences", "calibration", "n_subjects", "reference"):
+    for part in (
+        "scores",
+        "differences",
+        "calibration",
+        "n_subjects",
+        "reference",
+        "after_training",
+        "convergence",
+    ):
         assert json.loads(json.dumps(summary[part])) == before[part]
     assert summary["sites"] == ["UM", "NYU"]
     assert list(summary["methods"]) == list(METHODS_COMPARED[::-1])
@@ -226,9 +262,11 @@ def test_reordering_methods_and_sites_changes_no_number(finished, tmp_path, expe
     alone = plan_comparison(settings, ["pooled"], 1)
     compare(alone, finished["data"], tmp_path / "alone")
     expected = [
-        row for row in rows_of(finished["out"]) if (row["method"], row["seed"]) == ("pooled", "0")
+        row
+        for row in all_rows_of(finished["out"])
+        if (row["method"], row["seed"]) == ("pooled", "0")
     ]
-    assert rows_of(tmp_path / "alone") == expected
+    assert all_rows_of(tmp_path / "alone") == expected
 
 
 @pytest.mark.slow
@@ -372,9 +410,11 @@ def test_a_folder_of_something_else_is_refused(plan, data_root, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_are_kept(experiment, data_root, tmp_path):
-    settings = experiment(n_folds=2, rounds=1, network={"args": {"in_features": 67}})
+    settings = experiment(
+        n_folds=2, rounds=1, training={"optimizer": "sgd", "learning_rate": 1e30, "batch_size": 16}
+    )
     plan = plan_comparison(settings, ["ridge", "fedbn"], 1)
-    with pytest.raises(ComparisonError, match=r"method fedbn, seed 0, fold \d: .*66 edges"):
+    with pytest.raises(ComparisonError, match=r"method fedbn, seed 0, fold \d: .*the loss is nan"):
         compare(plan, data_root, tmp_path / "out")
     kept = [path.name for path in (tmp_path / "out" / "runs").iterdir()]
     assert kept
@@ -390,6 +430,16 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(experiment, data_root
         (["--seeds", "0"], "seeds is 0"),
         (["--batch-size", "1"], "batch_size"),
         (["--reference", "pooled"], "reference 'pooled'"),
+        (["--network", "torch.nn.MLP"], "fedbn: module 'torch.nn' has no network 'MLP'"),
+        (["--network", "ConnectomeMLP:{hidden: 3}"], "its arguments are not JSON"),
+        (["--network", 'ConnectomeMLP:{"depth": 3}'], "unexpected keyword argument 'depth'"),
+        (["--network", LINEAR], "method fedbn: network Linear has no batch-norm layer"),
+        (["--network", "ConnectomeMLP"], "network ConnectomeMLP cannot take the store's samples"),
+        (["--training-share", "half"], "training share 'half' is neither a number"),
+        (["--training-share", "USM=0.5"], "training_share names 'USM', which is no site of this"),
+        (["--training-share", "UM=0.05"], "site 'UM': training_share 0.05 leaves none of its"),
+        (["--aggregation-weights", "none"], "aggregation_weights: Input should be 'equal' or"),
+        (["--target-loss", "0"], "target loss is 0; it must be a number above 0"),
         (["--data", "no/such/folder"], "NYU"),
         (["--out", "FILE"], "not a folder"),
     ],
@@ -403,6 +453,165 @@ def test_misuse_is_one_sentence(experiment, data_root, tmp_path, arguments, sent
     assert sentence in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("fedbn:")]) == 1
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("change", [parse_network(LINEAR), {"args": {"in_features": 67}}])
+def test_a_network_that_does_not_fit_leaves_no_folder(data_root, tmp_path, experiment, change):
+    with pytest.raises(ValueError, match="network"):
+        compare(
+            plan_comparison(experiment(network=change), ["fedbn", "ridge"], 1),
+            data_root,
+            tmp_path / "out",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_linear_methods_need_no_network_that_fits(data_root, tmp_path, experiment, in_this_process):
+    settings = experiment(n_folds=2, network={"args": {"in_features": 67}})
+    summary = compare(plan_comparison(settings, ["ridge"], 1), data_root, tmp_path / "out")
+    assert summary["scores"]["ridge"]["NYU"]["subject"]["accuracy"]["mean"] > 0.5
+    assert summary["convergence"] is None
+    assert summary["after_training"] == {}
+
+
+# ------------------------------------------------------------- one federation for several methods
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Do tasks one after the other, without another process."""
+    tasks_done = []
+
+    def execute(tasks, _processes):
+        for task in tasks:
+            tasks_done.append([unit.run for unit in task.units])
+            comparison._do(task)
+            yield from tasks_done[-1]
+
+    comparison._stores.cache_clear()
+    monkeypatch.setattr(comparison, "_execute", execute)
+    return tasks_done
+
+
+SHARING = ("fedavg", "fedavg_threshold", "fedavg_adabn", "fedavg_finetune")
+
+
+def test_methods_that_begin_alike_share_a_federation_and_keep_their_numbers(
+    data_root, tmp_path, experiment, in_this_process, monkeypatch
+):
+    trained = []
+
+    def counted(settings, *args, **more):
+        trained.append(settings.policy)
+        return federate(settings, *args, **more)
+
+    monkeypatch.setattr(methods, "federate", counted)
+    names = [*SHARING[::-1], "fedbn_finetune_head", "fedbn", "singleset"]
+    plan = plan_comparison(experiment(n_folds=2, rounds=1), names, 1)
+    compare(plan, data_root, tmp_path / "out")
+    assert trained == ["none", "fedbn"] * 2
+    of_fold = [{run.method for run in task} for task in in_this_process[:3]]
+    assert of_fold == [
+        set(SHARING),
+        {"fedbn", "fedbn_finetune_head"},
+        {"singleset"},
+    ]
+    stores = read_stores(data_root, plan.experiment)
+    alone = {}
+    for name in names:
+        outcomes = METHODS[name].run(plan.experiment_of(Run(name, 0, 1)), stores)
+        alone[name] = {site: make_record(outcomes[site]) for site in ("NYU", "UM")}
+        (path,) = (tmp_path / "out" / "runs").glob(f"{name}_seed0_fold1_*.json")
+        assert json.loads(path.read_text())["sites"] == alone[name], name
+    scores = {name: tuple(alone[name]["UM"]["test"]["window_scores"]) for name in names}
+    assert scores["fedavg"] == scores["fedavg_threshold"]
+    assert len(set(scores.values())) == len(names) - 1, "two methods do the same: nothing is shown"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        ("fedavg", "fedavg_adabn", True),
+        ("fedbn", "fedbn_finetune_head", True),
+        ("fedavg", "fedprox", False),
+        ("fedavg", "fedbn", False),
+        ("fedavg", "singleset", False),
+        ("ridge", "logistic", False),
+    ],
+)
+def test_only_equal_federations_of_one_seed_and_fold_are_shared(plan, first, second, shared):
+    made = plan((first, second), n_seeds=2)
+    units = [
+        comparison.Unit(run, made.experiment_of(run), Path(run.method), "") for run in made.runs
+    ]
+    groups = comparison._together(units)
+    assert len(groups) == (4 if shared else 8)
+    assert all(len({(unit.run.seed, unit.run.fold) for unit in group}) == 1 for group in groups)
+
+
+# ------------------------------------------------------------------------------------ convergence
+
+
+def losses_of(plan, by_method):
+    """Make records of two sites whose mean loss of each round is as given, fold by fold."""
+    return {
+        Run(name, 0, fold): {
+            "sites": {
+                "NYU": {"training_loss": [[9.0, loss + 0.25] for loss in of_fold]},
+                "UM": {"training_loss": [[9.0, loss - 0.25] for loss in of_fold]},
+            }
+        }
+        for name, folds in by_method.items()
+        for fold, of_fold in enumerate(folds)
+    }
+
+
+LOSSES = {
+    "fedbn": [[0.9, 0.5, 0.4], [0.8, 0.7, 0.3]],
+    "fedavg": [[0.9, 0.8, 0.5], [0.9, 0.6, 0.75]],
+    "fedprox": [[0.9, 0.8, 0.6], [0.9, 0.8, 0.7]],
+}
+
+
+def test_rounds_until_the_reference_s_last_loss_by_hand(plan):
+    made = plan(tuple(LOSSES), n_seeds=1, rounds=3)
+    found = comparison.convergence(made, losses_of(made, LOSSES), 1.0)
+    assert (found["of"], found["target"]) == ("fedavg", 0.625)
+    fedbn, fedavg, fedprox = (found["methods"][name] for name in LOSSES)
+    assert (fedbn["low"], fedbn["median"], fedbn["high"]) == (2, 2, 2)
+    assert (fedavg["low"], fedavg["median"], fedavg["high"]) == (2, 2.5, 3)  # a loss may rise again
+    assert (fedprox["reached"], fedprox["runs"]) == (1, 2)
+    assert (fedprox["low"], fedprox["high"]) == (3, math.inf)
+    assert fedprox["difference"] is None, "no difference where a run does not get there"
+    expected = paired.compare([2 - 3, 2 - 2], 1.0)
+    assert fedbn["difference"]["mean"] == expected.mean
+    assert fedbn["difference"]["high"] == pytest.approx(expected.high)
+    assert fedbn["loss"] == [pytest.approx([0.85, 0.6, 0.35])]
+    assert fedbn["last_loss"]["mean"] == pytest.approx(0.35)
+
+
+def test_rounds_until_a_loss_of_ones_own(plan, experiment):
+    settings = experiment(n_folds=2, rounds=3)
+    made = plan_comparison(settings, list(LOSSES), 1, target_loss=0.4)
+    found = comparison.convergence(made, losses_of(made, LOSSES), 1.0)
+    assert (found["of"], found["target"]) == (None, 0.4)
+    assert [found["methods"][name]["reached"] for name in LOSSES] == [2, 0, 0]
+    assert found["methods"]["fedbn"]["difference"] is None
+
+
+def test_losses_are_those_of_the_local_training(data_root, tmp_path, experiment, in_this_process):
+    settings = experiment(n_folds=2, rounds=2)
+    plan = plan_comparison(settings, ["fedbn", "singleset"], 1, target_loss=99.0)
+    summary = compare(plan, data_root, tmp_path / "out")
+    federation = federate(plan.experiment_of(Run("fedbn", 0, 0)), read_stores(data_root, settings))
+    (path,) = (tmp_path / "out" / "runs").glob("fedbn_seed0_fold0_*.json")
+    sites = json.loads(path.read_text())["sites"]
+    for site in ("NYU", "UM"):
+        assert sites[site]["training_loss"] == federation.losses[site]
+        assert [len(epochs) for epochs in federation.losses[site]] == [2, 2]
+    assert list(summary["convergence"]["methods"]) == ["fedbn"]
+    assert summary["convergence"]["methods"]["fedbn"]["high"] == 1
+    assert read_summary(tmp_path / "out") == json.loads(json.dumps(summary))
 
 
 # ------------------------------------------------------------------------------- rows and summary
@@ -447,6 +656,18 @@ def test_a_row_against_values_worked_out_by_hand(outcome):
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert {f"{level}_{m}" for level in ("subject", "window") for m in METRICS} <= set(row)
+    assert row["when"] == "final"
+
+
+def test_a_federated_method_has_a_row_before_and_one_after_training(outcome):
+    after = replace(outcome, test_probability=outcome.test_probability[:, ::-1])
+    record = make_record(replace(outcome, after_training=after))
+    before_row, after_row = score_record(Run("fedbn", 3, 1), {"sites": {"UM": record}})
+    (alone,) = score_record(Run("fedbn", 3, 1), {"sites": {"UM": make_record(outcome)}})
+    assert before_row == {**alone, "when": "before_training"}
+    assert after_row["when"] == "after_training"
+    assert after_row["subject_auc"] == 1 - before_row["subject_auc"] == 0
+    assert list(before_row) == list(after_row) == list(alone)
 
 
 def test_an_undefined_metric_is_an_empty_cell_and_never_a_number(outcome):

@@ -11,6 +11,8 @@ from fedbn.settings import (
     EXPERIMENT_FILE,
     Experiment,
     ExperimentError,
+    parse_network,
+    parse_training_share,
     read_experiment,
 )
 
@@ -92,6 +94,13 @@ def test_bytes_that_are_not_text_are_refused(tmp_path):
         ({"n_folds": 1}, "n_folds: .*greater than or equal to 2"),
         ({"fold": -1}, "fold: .*greater than or equal to 0"),
         ({"fold": 5}, "fold is 5, but with n_folds 5 it must be less"),
+        ({"training_share": 0}, "training_share: give a number above 0 and at most 1"),
+        ({"training_share": "a lot"}, "training_share: give a number .*, got 'a lot'"),
+        ({"training_share": {"NYU": 2}}, "training_share: .* at most 1, or one for .*, got 2"),
+        (
+            {"training_share": {"KKI": 0.5}},
+            r"training_share names 'KKI', which is no site of this experiment \(NYU, USM",
+        ),
         ({"fold": 2, "n_folds": 2}, "fold is 2, but with n_folds 2 it must be less"),
         ({"seed": -1}, "seed: .*greater than or equal to 0"),
         ({"seed": 2**31}, "seed: .*less than 2147483648"),
@@ -234,3 +243,49 @@ def test_a_wrong_file_is_told_in_our_words(tmp_path, content, sentence):
         read_experiment(path)
     assert sentence in str(caught.value)
     assert "Value error" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------- as it is typed
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "args"),
+    [
+        ("ConnectomeMLP", "ConnectomeMLP", {}),
+        ('ConnectomeMLP:{"hidden": [16, 16]}', "ConnectomeMLP", {"hidden": [16, 16]}),
+        ('nets:Small: {"a": {"b": ":"}}', "nets:Small", {"a": {"b": ":"}}),
+        ("nets.small:Small", "nets.small:Small", {}),
+    ],
+)
+def test_a_network_as_it_is_typed(text, name, args):
+    assert parse_network(text) == {"name": name, "args": args}
+    assert Experiment(network=parse_network(text)).network.args == args
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("ConnectomeMLP:{hidden: 3}", "its arguments are not JSON .* write them as in 'Connectome"),
+        ('ConnectomeMLP{"hidden": [3]}', "put a colon between its name and its arguments"),
+    ],
+)
+def test_a_network_that_cannot_be_read_is_told(text, reason):
+    with pytest.raises(ExperimentError, match=reason):
+        parse_network(text)
+
+
+def test_shares_as_they_are_typed():
+    assert parse_training_share("0.25") == 0.25
+    assert parse_training_share("NYU=0.1, UM=1") == {"NYU": 0.1, "UM": 1.0}
+    for text in ("half", "NYU=", "NYU=0.1,UM", "=0.1=2"):
+        with pytest.raises(ExperimentError, match=r"is neither a number, such as 0\.25, nor one"):
+            parse_training_share(text)
+    with pytest.raises(ExperimentError, match="names a site twice"):
+        parse_training_share("UM=0.1,UM=0.2")
+
+
+def test_a_site_that_is_not_named_has_all_its_training_subjects():
+    experiment = Experiment(training_share={"NYU": 0.1})
+    assert experiment.training_share_of("NYU") == 0.1
+    assert experiment.training_share_of("UM") == 1
+    assert Experiment(training_share=0.5).training_share_of("UM") == 0.5

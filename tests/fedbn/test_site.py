@@ -213,6 +213,89 @@ def test_many_samples_are_read_in_chunks_with_the_same_result(experiment, write_
     assert np.allclose(site.training_data[0], expected, atol=1e-5)
 
 
+# -------------------------------------------------------------------- a share of the training data
+
+
+def training_subjects(store, settings):
+    rows = prepare(store.site, store, settings).train_rows.numpy()
+    return set(store.sample_participant[rows].tolist())
+
+
+def test_a_share_is_drawn_by_subject_stratified_and_nested(write_store, experiment, tmp_path):
+    write_store(tmp_path / "NYU", "NYU", n_subjects=60, diagnoses=("autism", "control", "control"))
+    store = read_site_store(tmp_path / "NYU")
+    found = {}
+    for share in (1.0, 0.5, 0.25, 0.1):
+        preparation = prepare("NYU", store, experiment(training_share=share))
+        found[share] = training_subjects(store, experiment(training_share=share))
+        n_autism = sum(store.labels[k] for k in found[share])
+        assert n_autism == round(share * 15)
+        assert len(found[share]) - n_autism == round(share * 30)
+        facts = preparation.facts
+        assert facts["n_train_subjects"] == len(found[share])
+        assert facts["n_train_samples"] == 3 * len(found[share])
+        assert facts["autism_share_train"] == pytest.approx(n_autism / len(found[share]))
+        whole = prepare("NYU", store, experiment())
+        assert torch.equal(preparation.test_rows, whole.test_rows)
+        assert facts["n_test_subjects"] == whole.facts["n_test_subjects"]
+    assert found[0.1] < found[0.25] < found[0.5] < found[1.0]
+
+
+def test_a_share_depends_on_seed_fold_and_site_and_not_on_the_order_of_subjects(store, experiment):
+    half = experiment(training_share=0.5)
+    drawn = training_subjects(store, half)
+    assert drawn == training_subjects(store, half)
+    assert drawn != training_subjects(store, half.changed(seed=6))
+    assert training_subjects(store, experiment(training_share={"UM": 0.5})) > drawn
+    ids = {store.participants[k].participant_id for k in drawn}
+    order = np.random.default_rng(0).permutation(len(store.participants))
+    place = np.argsort(order)
+    shuffled = dataclasses.replace(
+        store,
+        participants=tuple(store.participants[k] for k in order),
+        sample_participant=place[store.sample_participant],
+    )
+    again = training_subjects(shuffled, half)
+    assert {shuffled.participants[k].participant_id for k in again} == ids
+
+
+def test_subjects_that_are_left_out_have_no_influence(store, experiment, write_store, tmp_path):
+    half = experiment(training_share=0.5)
+    rows = prepare("NYU", store, half)
+    kept = np.concatenate([rows.train_rows.numpy(), rows.test_rows.numpy()])
+
+    def change(values, _):
+        values[np.setdiff1d(np.arange(len(values)), kept)] *= 1e3
+
+    write_store(tmp_path / "NYU", "NYU", edit=change)
+    expected, _ = site_rounds(Site("NYU", store, half))
+    found, _ = site_rounds(Site("NYU", read_site_store(tmp_path / "NYU"), half))
+    assert same(found, expected)
+    everyone, _ = site_rounds(Site("NYU", store, experiment()))
+    assert not same(everyone, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share", "reason"),
+    [
+        (
+            {"diagnoses": ("autism", *["control"] * 3), "n_subjects": 24},
+            0.1,
+            "training_share 0.1 leaves none of its 4 training subjects of the diagnosis 'autism'",
+        ),
+        ({}, {"NYU": 0.1}, "training_share 0.1 leaves 2 of 15 training subjects, at least 4 are"),
+    ],
+)
+def test_a_share_that_leaves_too_little_is_refused(
+    write_store, experiment, tmp_path, changes, share, reason
+):
+    write_store(tmp_path / "NYU", "NYU", **changes)
+    store = read_site_store(tmp_path / "NYU")
+    with pytest.raises(StoreError, match=f"site 'NYU': {reason}"):
+        prepare("NYU", store, experiment(training_share=share))
+    prepare("NYU", store, experiment(training_share={"UM": 0.01}))
+
+
 # ------------------------------------------------------------------------------------ fixed folds
 
 

@@ -28,6 +28,7 @@ from fedbn.comparison import (
     read_comparison,
     score_record,
 )
+from fedbn.evaluation import AFTER_TRAINING
 
 TRACKERS = ("mlflow",)
 STORE_FILE = "mlflow.db"
@@ -168,15 +169,22 @@ def _summary_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return ``site/level/metric`` of one run, and the mean over sites where it is defined."""
+    """Return ``site/level/metric`` of one run, and the mean over sites where it is defined.
+
+    What a site's network scored after its local epochs of the last round is below
+    ``after_training/``.
+    """
     metrics: dict[str, float] = {}
-    for level in LEVELS:
-        for metric in METRICS:
-            values = {row["site"]: float(row[f"{level}_{metric}"]) for row in rows}
-            defined = {site: value for site, value in values.items() if not math.isnan(value)}
-            metrics |= {f"{site}/{level}/{metric}": value for site, value in defined.items()}
-            if defined:
-                metrics[f"macro/{level}/{metric}"] = float(np.mean(list(defined.values())))
+    for is_after, prefix in ((False, ""), (True, f"{AFTER_TRAINING}/")):
+        scored = [row for row in rows if (row["when"] == AFTER_TRAINING) == is_after]
+        for level in LEVELS:
+            for metric in METRICS:
+                name = f"{level}/{metric}"
+                values = {row["site"]: float(row[f"{level}_{metric}"]) for row in scored}
+                defined = {site: value for site, value in values.items() if not math.isnan(value)}
+                metrics |= {f"{prefix}{site}/{name}": value for site, value in defined.items()}
+                if defined:
+                    metrics[f"{prefix}macro/{name}"] = float(np.mean(list(defined.values())))
     return metrics
 
 

@@ -91,10 +91,10 @@ def stores_root(tmp_path_factory, write_store):
     return root
 
 
-def in_this_process(units, _processes):
-    for run, unit in units.items():
-        comparison._do(*unit)
-        yield run
+def in_this_process(tasks, _processes):
+    for task in tasks:
+        comparison._do(task)
+        yield from (unit.run for unit in task.units)
 
 
 def make_comparison(out, settings, root, methods):
