@@ -15,10 +15,20 @@ from torch import nn
 
 from fedbn import clusters, control_variates
 from fedbn.aggregation import ContributionError, WeightedMean, validate_contribution
-from fedbn.normalization import Partition, entries, trainable_names
+from fedbn.normalization import (
+    Partition,
+    StateMismatchError,
+    check_entries,
+    entries,
+    trainable_names,
+)
 from fedbn.settings import Experiment
 
 Tensors = dict[str, torch.Tensor]
+
+_SITE = f"{control_variates.PREFIX}site "
+_GROUP = "group "
+"""Names of saved entries that belong to one site or group begin with these; module names do not."""
 
 
 class Server:
@@ -74,6 +84,27 @@ class Server:
         """Return what a report says of the last round beside scores; nothing for a plain mean."""
         return {}
 
+    def saved(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return all that is needed to go on from here in another run.
+
+        Returns
+        -------
+        tensors, facts
+            :meth:`state` and what else the algorithm remembers, by name; facts that JSON can hold.
+        """
+        return self.state(), {}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`saved` has returned in an earlier run; the bits are the same.
+
+        Raises
+        ------
+        fedbn.normalization.StateMismatchError
+            If it was saved by another algorithm or for another network.
+        """
+        check_entries(tensors, self.shared, "the saved entries")
+        self.shared = dict(tensors)
+
 
 class ScaffoldServer(Server):
     """The weighted mean of the models, and of all sites' latest control variates.
@@ -112,6 +143,36 @@ class ScaffoldServer(Server):
                 mean.add(site, latest, weight)
             model = control_variates.join(network, mean.result())
         self.shared = model
+
+    def saved(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the shared entries, the mean variate, and each site's latest one with its weight.
+
+        What is of one site must not be sent to another.
+        """
+        latest = {
+            f"{_SITE}{site}:{name}": tensor
+            for site, (variates, _) in sorted(self._latest.items())
+            for name, tensor in variates.items()
+        }
+        weights = {site: weight for site, (_, weight) in sorted(self._latest.items())}
+        return {**self.state(), **latest}, {"site_weights": weights}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on with the control variates of the server and of every site."""
+        of_sites = {name: tensor for name, tensor in tensors.items() if name.startswith(_SITE)}
+        shared = {name: tensor for name, tensor in tensors.items() if name not in of_sites}
+        weights = facts.get("site_weights")
+        if not isinstance(weights, dict):
+            raise StateMismatchError("the saved entries hold no control variates of SCAFFOLD")
+        _, variates = control_variates.separate(self.shared)
+        latest = {}
+        for site, weight in weights.items():
+            prefix = f"{_SITE}{site}:"
+            own = {n.removeprefix(prefix): t for n, t in of_sites.items() if n.startswith(prefix)}
+            check_entries(own, variates, f"the saved control variates of site {site!r}")
+            latest[site] = (own, float(weight))
+        super().restore(shared, {})
+        self._latest = latest
 
 
 class ClusteredServer(Server):
@@ -188,7 +249,7 @@ class ClusteredServer(Server):
     def state(self) -> Tensors:
         """Return each group's entries, under the names of its sites."""
         return {
-            f"group {'+'.join(members)}:{name}": tensor
+            f"{_GROUP}{'+'.join(members)}:{name}": tensor
             for members, model in sorted(self.groups.items())
             for name, tensor in model.items()
         }
@@ -196,6 +257,24 @@ class ClusteredServer(Server):
     def facts(self) -> dict[str, Any]:
         """Return each group's update norms in the last round, and where it was cut."""
         return {"groups": [list(group) for group in sorted(self.groups)], "updates": self._facts}
+
+    def saved(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return each group's entries, and who belongs to it."""
+        return self.state(), {"groups": [list(group) for group in sorted(self.groups)]}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on with the groups as they were."""
+        sites = sorted(site for members in self.groups for site in members)
+        saved = facts.get("groups")
+        if not isinstance(saved, list) or sorted(s for group in saved for s in group) != sites:
+            raise StateMismatchError(f"the saved entries hold no groups of {', '.join(sites)}")
+        groups = {}
+        for group in saved:
+            prefix = f"{_GROUP}{'+'.join(group)}:"
+            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            check_entries(own, self.shared, f"the saved entries of group {'+'.join(group)}")
+            groups[tuple(group)] = own
+        self.groups = groups
 
     def _group_of(self, site: str) -> tuple[str, ...]:
         for members in self.groups:
@@ -276,3 +355,27 @@ def make_server(
             site_norm=algorithm.split_site_norm,
         )
     return Server(start)
+
+
+def warm_start(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the network's shared entries out of what a server has saved, to start anew from.
+
+    What belongs to the algorithm stays behind: control variates start at zero in every run.
+
+    Raises
+    ------
+    fedbn.normalization.StateMismatchError
+        If the server held a model for each of several groups of sites: there is no one to take.
+    """
+    entries, _ = control_variates.separate(tensors)
+    groups = {name.partition(":")[0] for name in entries if name.startswith(_GROUP)}
+    if len(groups) > 1:
+        raise StateMismatchError(
+            f"the saved weights are of {len(groups)} groups of sites "
+            f"({', '.join(sorted(group.removeprefix(_GROUP) for group in groups))}): no single "
+            "model can be taken from them; continue that run with `fedbn resume`"
+        )
+    return {
+        name.partition(":")[2] if name.startswith(_GROUP) else name: tensor
+        for name, tensor in entries.items()
+    }

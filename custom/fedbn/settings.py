@@ -33,6 +33,10 @@ SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_leng
 """Names a folder and a FLARE client: letters, digits, ``_`` and ``-``."""
 
 
+JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=127)]
+"""An id that FLARE gives to a job; it names a folder."""
+
+
 class ExperimentError(ValueError):
     """An experiment file that cannot be used; the message names the field."""
 
@@ -101,6 +105,27 @@ class FinetuneSettings(_Settings):
     entries: Literal["all", "head"] = "all"
 
 
+class ContinuesSettings(_Settings):
+    """Which run an experiment goes on from; ``fedbn resume`` writes it.
+
+    Attributes
+    ----------
+    job
+        Id of the earlier job, under which each site has kept its own batch norm.
+    after_round
+        The last round that the server has saved; the first one here is the next.
+    earlier_jobs
+        The jobs that `job` went on from, the latest first.
+    workspace
+        For a job of FLARE's simulator, whose jobs all have one id: its workspace folder.
+    """
+
+    job: JobName
+    after_round: int = Field(ge=0, strict=True)
+    earlier_jobs: tuple[JobName, ...] = ()
+    workspace: str | None = None
+
+
 class Experiment(_Settings):
     """Everything that decides the numbers of one run.
 
@@ -142,6 +167,8 @@ class Experiment(_Settings):
     compare_with_alone
         Whether each site also trains the same network alone, on its own data only, with the same
         number of updates, to say what the federation gained it.
+    continues
+        The earlier run that this one goes on from; ``None`` for a new one.
     """
 
     name: str = "experiment"
@@ -160,6 +187,7 @@ class Experiment(_Settings):
     seed: int = Field(default=0, ge=0, lt=2**31, strict=True)
     compare_with_alone: bool = True
     fedbn_version: str | None = None
+    continues: ContinuesSettings | None = None
 
     @field_validator("fedbn_version")
     @classmethod
@@ -184,6 +212,11 @@ class Experiment(_Settings):
         if self.fold >= self.n_folds:
             raise ValueError(
                 f"fold is {self.fold}, but with n_folds {self.n_folds} it must be less"
+            )
+        if self.continues is not None and self.continues.after_round >= self.rounds:
+            raise ValueError(
+                f"continues is after round {self.continues.after_round}, counted from 0, but "
+                f"there are {self.rounds} rounds; raise rounds"
             )
         if not self.sites or len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites must be distinct names, got {list(self.sites)}")

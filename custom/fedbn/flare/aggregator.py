@@ -112,7 +112,7 @@ class FedBNAggregator(ModelAggregator):
 
     def messages(self, clients: Sequence[str]) -> list[Message]:
         """Return what goes out in this round: clients, and the arrays that they all receive."""
-        server = self._make_server()
+        server = self._find_server()
         client_of = {self._site_of(client): client for client in clients}
         return [
             ([client_of[site] for site in sites], to_arrays(server.message(sites[0])))
@@ -121,7 +121,7 @@ class FedBNAggregator(ModelAggregator):
 
     def facts(self) -> dict[str, Any]:
         """Return what the job's algorithm has to tell of the last round, for its record."""
-        return self._make_server().facts()
+        return self._find_server().facts()
 
     def refuse(self, client: str, reason: str) -> None:
         """Note that a client's contribution is not part of this round, and why."""
@@ -165,16 +165,16 @@ class FedBNAggregator(ModelAggregator):
                 f"{client} sent {self.dropped[client]} entries that belong to its batch norm or "
                 "are no floats; they were dropped (its own filter should have kept them)"
             )
-        server, site = self._make_server(), self._site_of(client)
+        server, site = self._find_server(), self._site_of(client)
         tensors = to_tensors(arrived)
         if model.params_type == ParamsType.DIFF:
             tensors = _added(tensors, server.message(site))
         server.add(site, tensors, self._weight(model))
 
-    def _make_server(self) -> Server:
+    def _find_server(self) -> Server:
         if self._server is None:
             assert self._persistor is not None
-            self._server = self._persistor.make_server(self.fl_ctx)
+            self._server = self._persistor.server(self.fl_ctx)
         return self._server
 
     def _site_of(self, client: str) -> str:

@@ -22,6 +22,9 @@ PREFLIGHT = "preflight"
 FINAL = "final"
 TRAIN = "train"
 PREPARED = "prepared"
+ACCEPTED = "last accepted"
+"""Site name to the last round in which the server accepted the site's contribution."""
+
 ERROR = "error"
 
 SITES_FOLDER = "fedbn_sites"

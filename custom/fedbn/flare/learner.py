@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from data_prep.site_store import default_data_root, read_site_store
 from fedbn.devices import DeviceChoice, described, device_facts, find_device, out_of_memory
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.job import (
+    ACCEPTED,
     ERROR,
     FINAL,
     PREFLIGHT,
@@ -42,6 +44,7 @@ from fedbn.flare.job import (
 from fedbn.installation import check_packages, missing_package
 from fedbn.normalization import entries
 from fedbn.results import site_report, versions, without_nan
+from fedbn.resume import CONTINUED_FROM, check_not_stale, seed_state
 from fedbn.settings import Experiment
 from fedbn.site import Preparation, Site, make_network
 from fedbn.site_settings import SiteSettings
@@ -98,7 +101,7 @@ class FedBNLearner(ModelLearner):
         """
         purpose = _report(model).get(PURPOSE)
         if purpose == PREFLIGHT:
-            return self._answer(lambda: self._preflight())
+            return self._answer(lambda: self._preflight(model))
         if purpose == FINAL:
             return self._answer(lambda: self._finish(model))
         if model.meta.get(FLMetaKey.VALIDATE_TYPE) == ValidateType.BEFORE_TRAIN_VALIDATE:
@@ -195,7 +198,7 @@ class FedBNLearner(ModelLearner):
             experiment = self._load_experiment()
             network, _ = make_network(experiment)
             self._state = SiteState.under(
-                Path(self.workspace_root) / SITES_FOLDER,
+                self._states_root(),
                 job=str(self.job_id),
                 site=experiment.site_of(self.site_name),
                 network=network_fingerprint(experiment.network.name, network.state_dict()),
@@ -236,46 +239,74 @@ class FedBNLearner(ModelLearner):
             self._device = find_device(setting, site=self._load_state().site)
         return self._device
 
-    def _ensure_prepared(self, prepared: list[str]) -> None:
+    def _ensure_prepared(self, model: FLModel) -> int | None:
         """Prepare a site that joins late; refuse to start anew where a state must be there.
+
+        Returns
+        -------
+        int or None
+            The last round in which the server accepted this site's contribution, as it says.
 
         Raises
         ------
         SiteStateError
             If the server has seen this site's preflight but its state is gone.
         """
-        state = self._load_state()
+        state, accepted = self._load_state(), self._accepted(model)
         if state.exists:
-            return
-        if self.site_name in prepared:
+            return accepted
+        if self.site_name in _report(model).get(PREPARED, []):
             raise SiteStateError(
                 f"site {state.site!r}: its batch norm of this job is missing in {state.folder}; "
                 "restore the folder or start a new job (a new batch norm is not used silently)"
             )
-        self._prepare()
+        self._prepare(model)
+        return accepted
 
-    def _prepare(self) -> Site:
-        state = self._load_state()
+    def _accepted(self, model: FLModel) -> int | None:
+        rounds = _report(model).get(ACCEPTED)
+        number = rounds.get(self._load_state().site) if isinstance(rounds, dict) else None
+        return number if isinstance(number, int) else None
+
+    def _prepare(self, model: FLModel) -> Site:
+        """Make the site's state: a new one, or what it kept of the run that is continued."""
+        state, continues = self._load_state(), self._load_experiment().continues
         site = self._load_site(prepare=True)
+        if continues is not None:
+            kept = seed_state(
+                state, self._states_root(), continues, site.preparation, self._accepted(model)
+            )
+            if kept is not None:
+                site.preparation = kept
+                site.check_network()
+                self.info(f"site {site.name!r} goes on from {kept.facts[CONTINUED_FROM]}")
+                return site
+            self.warning(f"site {site.name!r} was no part of job {continues.job!r}: it starts anew")
+            facts = {**site.preparation.facts, CONTINUED_FROM: None}
+            site.preparation = replace(site.preparation, facts=facts)
         site.check_network()
         state.save_preparation(site.preparation.tensors(), site.preparation.facts)
         state.save_local(site.initial_local(), round_number=-1)
         return site
 
-    def _preflight(self) -> FLModel:
+    def _states_root(self) -> Path:
+        return Path(self.workspace_root) / SITES_FOLDER
+
+    def _preflight(self, model: FLModel) -> FLModel:
         self._load_experiment()  # its version first: another fedbn may need other packages
         check_packages()
         state = self._load_state()
         if state.exists:  # the task was sent twice: what is kept wins
             _, kept = state.load_local()
-            if kept >= 0:
+            continues = self._load_experiment().continues
+            if kept > (continues.after_round if continues else -1):
                 raise SiteStateError(
                     f"site {state.site!r}: {state.folder} holds its batch norm after round {kept} "
                     f"of an earlier run of job {state.job!r}; move it away to start anew"
                 )
             site = self._load_site()
         else:
-            site = self._prepare()
+            site = self._prepare(model)
         self.info(f"site {site.name!r}: {site.partition.describe()}")
         device = self._choose_device()
         facts = device_facts(device)
@@ -291,16 +322,19 @@ class FedBNLearner(ModelLearner):
 
     def _train(self, model: FLModel) -> FLModel:
         started = time.perf_counter()
-        self._ensure_prepared(_report(model).get(PREPARED, []))
+        accepted = self._ensure_prepared(model)
         site, state = self._load_site(), self._load_state()
         local, kept = state.load_local()
         number = int(model.current_round or 0)
+        if kept == number:  # this process's predecessor ended before its answer had arrived
+            local, kept = state.load_local(at_most=number - 1)
         if kept >= number:
             raise SiteStateError(
                 f"site {state.site!r}: its batch norm is that after round {kept}, but round "
                 f"{number} is to be trained; it belongs to another run, or this round was trained "
                 "here before"
             )
+        check_not_stale(state.site, kept, accepted)
         result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
         state.save_local(result.local, number)
         state.save_predictions(
@@ -331,9 +365,10 @@ class FedBNLearner(ModelLearner):
 
     def _finish(self, model: FLModel) -> FLModel:
         """Score the last shared weights with the site's own batch norm, and keep the model."""
-        self._ensure_prepared(_report(model).get(PREPARED, []))
+        accepted = self._ensure_prepared(model)
         site, state = self._load_site(), self._load_state()
-        local, _ = state.load_local()
+        local, kept = state.load_local()
+        check_not_stale(state.site, kept, accepted)
         shared = to_tensors(model.params)
         final = site.evaluate(shared, local)
         experiment = self._load_experiment()

@@ -14,14 +14,14 @@ from nvflare.app_common.abstract.model import (
     make_model_learnable,
 )
 from nvflare.app_common.abstract.model_persistor import ModelPersistor
-from nvflare.app_common.app_constant import DefaultCheckpointFileName
+from nvflare.app_common.app_constant import AppConstants, DefaultCheckpointFileName
 from torch import nn
 
-from fedbn import control_variates
-from fedbn.flare.job import job_experiment, to_arrays, to_tensors
+from fedbn.flare.job import ACCEPTED, job_experiment, to_arrays, to_tensors
 from fedbn.normalization import Partition, check_entries, entries
-from fedbn.server import Server, make_server
-from fedbn.settings import Experiment
+from fedbn.resume import check_continues
+from fedbn.server import Server, make_server, warm_start
+from fedbn.settings import Experiment, ExperimentError
 from fedbn.site import make_network
 from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint, save_checkpoint
 
@@ -38,6 +38,9 @@ class SharedModelPersistor(ModelPersistor):
     initial_weights
         File of shared weights from an earlier run to start from; a relative path is looked up in
         the job's app folder. Without it the weights are the network's own, from the job's seed.
+        A job that continues a run (see :mod:`fedbn.resume`) goes on with all that its server held.
+        Any other job takes the shared entries alone, as a warm start: what stays at a site, and
+        control variates, begin as in a job without such a file.
     file_name
         Name of the saved file, in the server's app folder.
     """
@@ -53,6 +56,8 @@ class SharedModelPersistor(ModelPersistor):
         self._experiment: Experiment | None = None
         self._shared: dict[str, torch.Tensor] = {}
         self._parts: tuple[nn.Module, Partition] | None = None
+        self._accepted: dict[str, int] = {}
+        self._server: Server | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Build the network at the start of a run; a network that cannot be used ends the job."""
@@ -73,12 +78,16 @@ class SharedModelPersistor(ModelPersistor):
         self._build(fl_ctx)
         return self._shared
 
-    def make_server(self, fl_ctx: FLContext) -> Server:
-        """Return the server of the job's algorithm as it is before round 0."""
+    def server(self, fl_ctx: FLContext) -> Server:
+        """Return the server of the job's algorithm: one for the whole run."""
         self._build(fl_ctx)
-        assert self._experiment is not None
-        assert self._parts is not None
-        return make_server(self._experiment, *self._parts, self._shared)
+        assert self._server is not None
+        return self._server
+
+    def last_accepted(self, fl_ctx: FLContext) -> dict[str, int]:
+        """Return the last round of each site that entered the mean in the run that is continued."""
+        self._build(fl_ctx)
+        return dict(self._accepted)
 
     def local_names(self, fl_ctx: FLContext) -> tuple[str, ...]:
         """Return the names of the entries that must not arrive here."""
@@ -87,21 +96,31 @@ class SharedModelPersistor(ModelPersistor):
         return self._parts[1].local
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
-        """Return what the server holds before round 0."""
-        return make_model_learnable(to_arrays(self.make_server(fl_ctx).state()), {})
+        """Return what the server holds before the first round of this job."""
+        return make_model_learnable(to_arrays(self.server(fl_ctx).state()), {})
 
     def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
-        """Write what the server holds, marked as what it is: not a complete model."""
+        """Write what the server holds, marked as what it is: not a complete model.
+
+        The facts say of which job and after which round it is (none before the first), and all
+        that another job needs to go on from there.
+        """
         path = self.path(fl_ctx)
         experiment = self.experiment(fl_ctx)
+        weights = to_tensors(model[ModelLearnableKey.WEIGHTS])
+        remembered, server_facts = self.server(fl_ctx).saved()
         facts = {
             "job": fl_ctx.get_job_id(),
+            "round": fl_ctx.get_prop(AppConstants.CURRENT_ROUND),
+            ACCEPTED: fl_ctx.get_prop(ACCEPTED, {}),
+            "server": server_facts,
+            "experiment": experiment.model_dump(mode="json"),
             "network": experiment.network.model_dump(),
             "policy": experiment.policy,
             "algorithm": experiment.algorithm.name,
             "kept at the sites": list(self.local_names(fl_ctx)),
         }
-        save_checkpoint(path, SHARED_WEIGHTS, to_tensors(model[ModelLearnableKey.WEIGHTS]), facts)
+        save_checkpoint(path, SHARED_WEIGHTS, {**remembered, **weights}, facts)
 
     def path(self, fl_ctx: FLContext) -> Path:
         """Return where the shared entries are saved."""
@@ -113,12 +132,25 @@ class SharedModelPersistor(ModelPersistor):
         experiment = job_experiment(fl_ctx)
         network, partition = make_network(experiment)
         shared = entries(network, partition.shared)
+        server = make_server(experiment, network, partition, shared)
         if self.initial_weights:
             path = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)) / self.initial_weights
-            loaded, _ = load_checkpoint(path, SHARED_WEIGHTS)
-            loaded, _ = control_variates.separate(loaded)  # they start at zero in every job
-            check_entries(loaded, shared, f"the entries of {path.name}")
-            shared = loaded
+            loaded, facts = load_checkpoint(path, SHARED_WEIGHTS)
+            if experiment.continues is not None:
+                check_continues(facts, experiment, path.name)
+                server.restore(loaded, facts["server"])
+                self._accepted = {str(site): int(n) for site, n in facts[ACCEPTED].items()}
+            else:
+                loaded = warm_start(loaded)
+                check_entries(loaded, shared, f"the entries of {path.name}")
+                shared = loaded
+                server = make_server(experiment, network, partition, shared)
+        elif experiment.continues is not None:
+            raise ExperimentError(
+                f"the experiment continues job {experiment.continues.job!r}, but the persistor has "
+                "no initial_weights to go on from; make the job with `fedbn resume`"
+            )
+        self._server = server
         self._shared, self._parts = shared, (network, partition)
         self._experiment = experiment
         self.log_info(fl_ctx, partition.describe(), fire_event=False)

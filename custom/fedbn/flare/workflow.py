@@ -26,6 +26,7 @@ from data_prep.site_store import signature_differences
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
+    ACCEPTED,
     ERROR,
     FINAL,
     PREFLIGHT,
@@ -40,8 +41,9 @@ from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.installation import different_versions
 from fedbn.report.tables import render, run_tables
 from fedbn.results import run_report, versions
+from fedbn.resume import SIMULATOR_JOB
 from fedbn.settings import Experiment
-from fedbn.site_state import write_json
+from fedbn.site_state import SiteStateError, write_json
 
 QUICK_METRICS = ("window_accuracy", "subject_accuracy", "cross_entropy")
 RESULTS_FILE = "results.json"
@@ -65,9 +67,9 @@ class FedBNWorkflow(ModelController):
     Parameters
     ----------
     min_sites
-        Quorum of accepted contributions a round; 0 means all sites of the experiment. With fewer
-        simulator threads than clients it must be all: they run one after another, and a site
-        that has not begun yet would be counted as missing.
+        Quorum of accepted contributions a round; 0 means all sites of the experiment. In FLARE's
+        simulator with fewer threads than clients all are waited for in any case: they run one
+        after another, and a site that has not begun yet would be counted as missing.
     round_seconds
         Deadline of a round, and of the final scores.
     preflight_seconds
@@ -112,14 +114,28 @@ class FedBNWorkflow(ModelController):
         self.site_of_client: dict[str, str] = {}
         self.site_facts: dict[str, dict[str, Any]] = {}
         self.prepared: set[str] = set()
+        self.last_accepted: dict[str, int] = {}
         self.rounds: list[dict[str, Any]] = []
+        self.model: FLModel | None = None
+        self.written = False
 
     def run(self) -> None:
-        """Run the job from the preflight to the results; FLARE calls this once."""
+        """Run the job from the preflight to the results; FLARE calls this once.
+
+        A run that ends early after its first round also writes ``results.json``: its rounds, and
+        why it has ended.
+        """
         try:
             self._run()
         except RunFailedError as error:
+            self._write_early_end("failed", str(error))
             self.panic(str(error))
+        else:
+            if self.abort_signal.triggered:
+                self._write_early_end(
+                    "aborted",
+                    "the job was aborted: by a person, or by FLARE because a process of it ended",
+                )
 
     def _run(self) -> None:
         if not isinstance(self.persistor, SharedModelPersistor):
@@ -132,14 +148,16 @@ class FedBNWorkflow(ModelController):
             self.experiment = self.persistor.experiment(self.fl_ctx)
         except Exception as error:  # a file or a network that cannot be used: one sentence
             raise RunFailedError(str(error)) from error
+        self.last_accepted = self.persistor.last_accepted(self.fl_ctx)
         self._name_sites()
         self._preflight()
-        model = self.load_model()
-        for number in range(self.experiment.rounds):
-            model = self._round(number, model)
+        self.model = self.load_model()
+        continues = self.experiment.continues
+        for number in range(continues.after_round + 1 if continues else 0, self.experiment.rounds):
+            self.model = self._round(number, self.model)
             if self.abort_signal.triggered:
                 return
-        self._finish(model)
+        self._finish(self.model)
 
     def _name_sites(self) -> None:
         """Find out which site each connected client is."""
@@ -157,12 +175,21 @@ class FedBNWorkflow(ModelController):
             raise RunFailedError(
                 f"min_sites is {self.min_sites}, but the job has {len(self.experiment.sites)} sites"
             )
+        if self.min_sites and self._one_after_another():
+            self.info("fewer simulator threads than clients: each round waits for all sites")
+            self.min_sites = 0
         if len(sites) < self.quorum:
             absent = [site for site in self.experiment.sites if site not in sites.values()]
             raise RunFailedError(
                 f"{len(sites)} sites are connected, the job needs {self.quorum}; "
                 f"not there: {', '.join(absent)}"
             )
+
+    def _one_after_another(self) -> bool:
+        """Tell whether this is FLARE's simulator and its clients cannot all run at one time."""
+        threads = getattr(getattr(self.engine, "args", None), "threads", None)
+        in_simulator = self.fl_ctx.get_job_id() == SIMULATOR_JOB
+        return in_simulator and threads is not None and threads < len(self.site_of_client)
 
     @property
     def quorum(self) -> int:
@@ -238,6 +265,7 @@ class FedBNWorkflow(ModelController):
             return model
         record = self._record(number, reports, time.monotonic() - started)
         self.rounds.append(record)
+        self.last_accepted |= dict.fromkeys(record["accepted"], number)
         if len(record["accepted"]) < self.quorum:
             raise RunFailedError(
                 f"round {number}: {len(record['accepted'])} contributions were accepted, "
@@ -252,6 +280,7 @@ class FedBNWorkflow(ModelController):
         updated = FLModel(params_type=ParamsType.FULL, params=mean.params, meta={})
         learnable = make_model_learnable(weights=updated.params, meta_props=updated.meta)
         self.fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, learnable, private=True, sticky=True)
+        self.fl_ctx.set_prop(ACCEPTED, dict(self.last_accepted), private=True, sticky=False)
         self.save_model(updated)
         self.event(AppEventType.ROUND_DONE)
         self.info(_progress(record, self.experiment.rounds))
@@ -301,6 +330,18 @@ class FedBNWorkflow(ModelController):
                 self.error(f"{site} is not scored: {failed[site]}")
             else:
                 reports[site] = report
+        not_scored = failed | {
+            site: f"no answer within {self.round_seconds} s"
+            for site in self.site_of_client.values()
+            if site not in reports and site not in failed
+        }
+        outcome: dict[str, Any] = {"status": "completed"}
+        if len(reports) < self.quorum:
+            outcome = {
+                "status": "failed",
+                "reason": f"{len(reports)} sites were scored at the end, {self.quorum} are needed; "
+                + "; ".join(f"{site}: {why}" for site, why in sorted(not_scored.items())),
+            }
         results = run_report(
             self.experiment,
             {site: reports[site] for site in self.experiment.sites if site in reports},
@@ -308,12 +349,8 @@ class FedBNWorkflow(ModelController):
             shared,
             job=self.fl_ctx.get_job_id(),
             transport="NVFlare",
-            not_scored=failed
-            | {
-                site: f"no answer within {self.round_seconds} s"
-                for site in self.site_of_client.values()
-                if site not in reports and site not in failed
-            },
+            not_scored=not_scored,
+            **outcome,
         )
         folder = Path(self.get_run_dir())
         write_json(folder / RESULTS_FILE, results)
@@ -322,11 +359,29 @@ class FedBNWorkflow(ModelController):
         encoding = sys.stdout.encoding or "utf-8"  # a console that has no lines shows "?"
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
         self.info(f"results of this run: {folder / RESULTS_FILE}")
-        if len(reports) < self.quorum:
-            raise RunFailedError(
-                f"{len(reports)} sites were scored at the end, {self.quorum} are needed; "
-                + "; ".join(f"{site}: {why}" for site, why in sorted(results["not_scored"].items()))
-            )
+        self.written = True
+        if "reason" in outcome:
+            raise RunFailedError(outcome["reason"])
+
+    def _write_early_end(self, status: str, reason: str) -> None:
+        """Write the results of a run that has ended before its sites were scored."""
+        if not self.rounds or self.written or self.model is None:
+            return
+        results = run_report(
+            self.experiment,
+            {},
+            self.rounds,
+            to_tensors(self.model.params),
+            job=self.fl_ctx.get_job_id(),
+            transport="NVFlare",
+            not_scored={},
+            status=status,
+            reason=reason,
+        )
+        try:
+            write_json(Path(self.get_run_dir()) / RESULTS_FILE, results)
+        except SiteStateError as error:  # the reason of the run's end is the one to tell
+            self.error(f"the results of the rounds until then are lost: {error}")
 
     def _ask(
         self,
@@ -355,7 +410,13 @@ class FedBNWorkflow(ModelController):
                 metrics={} if params is None else None,
                 current_round=round_number,
                 total_rounds=self.experiment.rounds,
-                meta={REPORT: {PURPOSE: purpose, PREPARED: sorted(self.prepared)}},
+                meta={
+                    REPORT: {
+                        PURPOSE: purpose,
+                        PREPARED: sorted(self.prepared),
+                        ACCEPTED: dict(self.last_accepted),
+                    }
+                },
             )
             self.broadcast_model(
                 data=data,

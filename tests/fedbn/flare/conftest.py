@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvflare.apis.event_type import EventType
@@ -11,9 +12,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
-from fedbn.flare.job import PURPOSE, REPORT
+from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.job import ACCEPTED, PREPARED, PURPOSE, REPORT
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.flare.workflow import FedBNWorkflow
+
+SITES = ("NYU", "UM", "USM")
 
 
 class Workspace:
@@ -93,8 +98,8 @@ def make_persistor(make_context):
 class Client:
     """One site's learner; `restart` builds it anew, as the simulator does for every task."""
 
-    def __init__(self, make_context, experiment, name, **arguments):
-        self.make = lambda: (FedBNLearner(**arguments), make_context(experiment, name))
+    def __init__(self, make_context, experiment, name, job, **arguments):
+        self.make = lambda: (FedBNLearner(**arguments), make_context(experiment, name, job))
         self.restart()
 
     def restart(self):
@@ -109,17 +114,23 @@ class Client:
 
     @property
     def state_folder(self):
-        (folder,) = Path(self.learner.workspace_root).glob("fedbn_sites/*/*")
+        (folder,) = Path(self.learner.workspace_root).glob(f"fedbn_sites/{self.learner.job_id}/*")
         return folder
 
-    def ask(self, purpose, params=None, number=0, prepared=()):
+    def ask(self, purpose, params=None, number=0, prepared=(), accepted=None):
         """Send one task, and return the report of the answer and the answer."""
         message = FLModel(
             params_type=None if params is None else ParamsType.FULL,
             params=params,
             metrics={} if params is None else None,
             current_round=number,
-            meta={REPORT: {PURPOSE: purpose, "prepared": list(prepared)}},
+            meta={
+                REPORT: {
+                    PURPOSE: purpose,
+                    "prepared": list(prepared),
+                    "last accepted": accepted or {},
+                }
+            },
         )
         task = self.learner.train if purpose == "train" else self.learner.validate
         answer = task(message)
@@ -128,7 +139,84 @@ class Client:
 
 @pytest.fixture
 def make_client(make_context, data_root):
-    def make(experiment, name="NYU", **arguments):
-        return Client(make_context, experiment, name, **{"data_root": str(data_root), **arguments})
+    def make(experiment, name="NYU", job="job-1", **arguments):
+        arguments = {"data_root": str(data_root), **arguments}
+        return Client(make_context, experiment, name, job, **arguments)
+
+    return make
+
+
+class Rehearsal(FedBNWorkflow):
+    """The workflow with clients in memory: FLARE's broadcast is a call of each client."""
+
+    clients: dict
+    asked: list
+    standing = frozenset()
+    deadline = 0
+    ticks = 0
+
+    def broadcast_model(self, data, task_name, targets, callback, timeout, **_):
+        self.standing, self.deadline, self.ticks = set(targets), timeout, 0
+        self.asked.append((data.meta[REPORT], data))
+        for name in targets:
+            answer = self.clients[name](data.meta[REPORT][PURPOSE], data)
+            if answer is None:  # nothing comes
+                continue
+            if isinstance(answer, FLModel):
+                answer.meta["client_name"] = name
+                callback(answer)
+            else:
+                self._accept_train_result(name, answer, self.fl_ctx)
+            self.standing.discard(name)
+
+    def get_num_standing_tasks(self):
+        self.ticks += 1
+        if self.ticks > self.deadline * 10:  # ten looks a second, in quick motion
+            self.standing = set()
+        return int(bool(self.standing))
+
+    def cancel_all_tasks(self, *_, **__):
+        self.standing = set()
+
+
+@pytest.fixture
+def good_client(make_client, experiment, write_store, data_root):
+    """Return a function that makes a client which answers all tasks as it should."""
+    write_store(data_root / "USM", "USM")
+
+    def make(name, job="job-1", **changes):
+        client = make_client(experiment(sites=SITES, **changes), name, job)
+
+        def answer(purpose, data):
+            report = data.meta[REPORT]
+            prepared, accepted = report[PREPARED], report[ACCEPTED]
+            return client.ask(purpose, data.params, data.current_round, prepared, accepted)[1]
+
+        answer.client = client
+        return answer
+
+    return make
+
+
+@pytest.fixture
+def make_workflow(make_context, experiment, good_client):
+    def make(arguments=None, connected=SITES, job="job-1", initial_weights=None, **changes):
+        persistor, aggregator = SharedModelPersistor(initial_weights), FedBNAggregator()
+        context = make_context(
+            experiment(sites=SITES, **changes), job=job, persistor=persistor, aggregator=aggregator
+        )
+        engine = context.get_engine()
+        persistor.handle_event(EventType.START_RUN, context)
+        aggregator.handle_event(EventType.START_RUN, context)
+        engine.get_clients = lambda: [SimpleNamespace(name=name) for name in connected]
+        workflow = Rehearsal(**{"grace_seconds": 0, **(arguments or {})})
+        workflow.asked = []
+        workflow.clients = {
+            name: good_client(name, job, **changes) for name in connected if name in SITES
+        }
+        workflow.start_controller(context)
+        workflow.abort_signal = Signal()
+        workflow._task_check_period = 0.001
+        return workflow
 
     return make

@@ -105,8 +105,15 @@ def test_control_variates_travel_under_their_prefix_and_are_saved(make_aggregato
     assert {float(array.flat[0]) for array in mean.params.values()} == {2.0}
     assert list(aggregator.messages(["site-1"])[0][1]) == list(mean.params)
     persistor.save_model(make_model_learnable(mean.params, {}), context)
-    saved, _ = load_checkpoint(persistor.path(context), SHARED_WEIGHTS)
-    assert list(saved) == list(mean.params)
+    saved, facts = load_checkpoint(persistor.path(context), SHARED_WEIGHTS)
+    of_sites = [name for name in saved if name.startswith(f"{PREFIX}site ")]
+    assert [name for name in saved if name not in of_sites] == list(mean.params)
+    assert of_sites == [
+        f"{PREFIX}site {site}:{name.removeprefix(PREFIX)}"
+        for site in ("NYU", "UM")
+        for name in variates
+    ]
+    assert facts["server"] == {"site_weights": {"NYU": 1.0, "UM": 1.0}}
 
 
 def test_a_warm_start_takes_the_network_s_entries_and_begins_with_no_variate(

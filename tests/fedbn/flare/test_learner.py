@@ -239,11 +239,50 @@ def test_a_state_of_an_earlier_run_of_the_same_job_is_not_taken_over(
     client.restart()
     report, _ = client.ask("preflight")
     assert "holds its batch norm after round 4 of an earlier run of job 'job-1'" in report["error"]
-    for number in (2, 4):
+    for number in (0, 2, 3):
         report, _ = client.ask("train", shared, number, prepared=["NYU"])
         expected = f"is that after round 4, but round {number} is to be trained"
         assert expected in report["error"]
     assert kept(client)[1]["round"] == 4
+
+
+def test_a_round_whose_answer_was_lost_is_trained_again_from_the_round_before(
+    make_client, experiment, shared
+):
+    """The process was killed after it had kept its entries: FLARE sends the same task again."""
+    client = make_client(experiment())
+    client.ask("preflight")
+    for number in range(3):
+        _, answer = client.ask("train", shared, number, prepared=["NYU"])
+    first, (entries_then, _) = answer.params, kept(client)
+    for _ in range(2):
+        client.restart()
+        _, answer = client.ask("train", shared, 2, prepared=["NYU"], accepted={"NYU": 1})
+        assert all(np.array_equal(first[name], array) for name, array in answer.params.items())
+        entries_now, meta = kept(client)
+        assert same(entries_now, entries_then)
+        assert (meta["round"], int(entries_now["hidden.0.norm.num_batches_tracked"])) == (2, 18)
+
+
+@pytest.mark.parametrize("purpose", ["train", "final"])
+def test_a_state_that_is_older_than_what_the_server_accepted_is_refused(
+    make_client, experiment, shared, purpose
+):
+    client = make_client(experiment())
+    client.ask("preflight")
+    client.ask("train", shared, 0, prepared=["NYU"])
+    backup = {path: path.read_bytes() for path in client.state_folder.glob("*.pt")}
+    client.ask("train", shared, 1, prepared=["NYU"], accepted={"NYU": 0})
+    for path, content in backup.items():
+        path.write_bytes(content)
+    client.restart()
+    report, answer = client.ask(purpose, shared, 2, prepared=["NYU"], accepted={"NYU": 1, "UM": 1})
+    assert "site 'NYU': its batch norm is that after round 0, but the server" in report["error"]
+    assert "contribution of round 1: the state is an older one, as from a backup" in report["error"]
+    assert answer.params is None
+    for accepted in ({"NYU": 0, "UM": 1}, {"UM": 1}, ["NYU"], {"NYU": "1"}):  # it was absent
+        report, _ = client.ask(purpose, shared, 2, prepared=["NYU"], accepted=accepted)
+        assert "error" not in report
 
 
 def test_a_store_that_changes_during_the_job_is_refused(

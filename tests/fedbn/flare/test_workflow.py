@@ -4,7 +4,6 @@ import io
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,9 @@ import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import make_reply
-from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
-from fedbn.flare.aggregator import FedBNAggregator
-from fedbn.flare.job import ERROR, PREPARED, PURPOSE, REPORT
+from fedbn.flare.job import ERROR, PURPOSE, REPORT
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow, RunFailedError
 from fedbn.results import weights_digest
@@ -40,81 +37,6 @@ SITES = ("NYU", "UM", "USM")
 def test_arguments_are_checked_on_entry(arguments, reason):
     with pytest.raises(ValueError, match=reason):
         FedBNWorkflow(**arguments)
-
-
-class Rehearsal(FedBNWorkflow):
-    """The workflow with clients in memory: FLARE's broadcast is a call of each client."""
-
-    clients: dict
-    asked: list
-    standing = frozenset()
-    deadline = 0
-    ticks = 0
-
-    def broadcast_model(self, data, task_name, targets, callback, timeout, **_):
-        self.standing, self.deadline, self.ticks = set(targets), timeout, 0
-        self.asked.append((data.meta[REPORT], data))
-        for name in targets:
-            answer = self.clients[name](data.meta[REPORT][PURPOSE], data)
-            if answer is None:  # nothing comes
-                continue
-            if isinstance(answer, FLModel):
-                answer.meta["client_name"] = name
-                callback(answer)
-            else:
-                self._accept_train_result(name, answer, self.fl_ctx)
-            self.standing.discard(name)
-
-    def get_num_standing_tasks(self):
-        self.ticks += 1
-        if self.ticks > self.deadline * 10:  # ten looks a second, in quick motion
-            self.standing = set()
-        return int(bool(self.standing))
-
-    def cancel_all_tasks(self, *_, **__):
-        self.standing = set()
-
-
-@pytest.fixture
-def good_client(make_client, experiment, write_store, data_root):
-    """Return a function that makes a client which answers all tasks as it should."""
-    write_store(data_root / "USM", "USM")
-
-    def make(name, **changes):
-        client = make_client(experiment(sites=SITES, **changes), name)
-
-        def answer(purpose, data):
-            prepared = data.meta[REPORT][PREPARED]
-            return client.ask(purpose, data.params, data.current_round, prepared)[1]
-
-        answer.client = client
-        return answer
-
-    return make
-
-
-@pytest.fixture
-def make_workflow(make_context, experiment, good_client):
-    def make(arguments=None, connected=SITES, **changes):
-        persistor, aggregator = SharedModelPersistor(), FedBNAggregator()
-        context = make_context(
-            experiment(sites=SITES, **changes), persistor=persistor, aggregator=aggregator
-        )
-        engine = context.get_engine()
-        persistor.handle_event(EventType.START_RUN, context)
-        aggregator.handle_event(EventType.START_RUN, context)
-        engine.get_clients = lambda: [SimpleNamespace(name=name) for name in connected]
-        workflow = Rehearsal(**{"grace_seconds": 0, **(arguments or {})})
-        workflow.asked = []
-        workflow.clients = {
-            name: good_client(name, **changes) for name in connected if name in SITES
-        }
-        workflow.start_controller(context)
-        workflow.abort_signal = Signal()
-        workflow._task_check_period = 0.001
-        return workflow
-
-    return make
 
 
 def results(workflow):
