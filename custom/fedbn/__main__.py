@@ -197,6 +197,86 @@ def compare(
 
 
 @app.command()
+def unseen(
+    job: Job,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results; a stopped evaluation is continued.")
+    ],
+    data: DataRoot = None,
+    seeds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
+) -> None:
+    """Leave one hospital out at a time, to learn what a new one should start from."""
+    with _one_sentence():
+        import torch
+
+        from fedbn.report.tables import render
+        from fedbn.report.unseen_tables import unseen_tables, width
+        from fedbn.unseen import SUMMARY_FILE, leave_one_out
+
+        torch.set_num_threads(1)  # as in every run: the same bits
+        experiment = read_experiment(job)
+        training = {"local_epochs": local_epochs, "batch_size": batch_size}
+        given = {name: value for name, value in training.items() if value is not None}
+        experiment = _changed(
+            experiment, rounds=rounds, training={**experiment.training.model_dump(), **given}
+        )
+        with _runs_progress() as on_run:
+            summary = leave_one_out(
+                experiment, data or default_data_root(), out, n_seeds=seeds, on_run=on_run
+            )
+        text = render(unseen_tables(summary), width=width(summary))
+        with atomic_write(out / "tables.txt") as file:
+            file.write(text.encode())
+        typer.echo(text, nl=False)
+        typer.echo(f"evidence for `fedbn adapt --evidence`: {out / SUMMARY_FILE}")
+
+
+@app.command()
+def adapt(
+    run_folder: Annotated[
+        Path,
+        typer.Option(
+            "--run",
+            help="A simulator workspace, a downloaded job, or the job's folder at the server.",
+        ),
+    ],
+    data: Annotated[Path, typer.Option(help="The new hospital's store.")],
+    out: Annotated[Path, typer.Option(help="Folder for model.pt and adaptation.json.")],
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="Result of `fedbn unseen`: what did best is built, where it can be."),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Start to build in place of the recommended one.")
+    ] = None,
+) -> None:
+    """Make a complete model for a hospital that took no part, from its own unlabelled scans."""
+    with _one_sentence():
+        import torch
+
+        from data_prep.site_store import read_site_store
+        from fedbn import adaptation
+        from fedbn.unseen import read_evidence, recommend
+
+        torch.set_num_threads(1)  # as in every run: the same bits
+        run = adaptation.read_run(run_folder)
+        store = read_site_store(data, verify=True)
+        found = recommend(run, None if evidence is None else read_evidence(evidence))
+        for sentence in found.sentences:
+            typer.echo(sentence)
+        why = " ".join(found.sentences)
+        if start is not None:
+            why = f"asked for with --start; recommended was {found.start!r}: {why}"
+        report = adaptation.adapt(run, store, out, start=start or found.start, why=why)
+        typer.echo(f"{out / adaptation.MODEL_FILE}: {report['title']}")
+        for name, value in report["used"].items():
+            typer.echo(f"  {name}: {value}")
+
+
+@app.command()
 def results(
     run_folder: Annotated[
         Path, typer.Argument(help="A simulator workspace, a downloaded job, or a results.json.")

@@ -463,7 +463,7 @@ def prepare(name: str, store: SiteStore, experiment: Experiment) -> Preparation:
         np.unique(store.sample_participant[test_rows]),
     )
     if experiment.standardization == "site":
-        mean, std = _mean_and_std(store, train_rows)
+        mean, std = mean_and_std(store, train_rows)
     else:
         mean, std = np.zeros(store.n_edges), np.ones(store.n_edges)
     labels = store.labels
@@ -564,7 +564,7 @@ def _training_subjects(
     return taken
 
 
-def _mean_and_std(store: SiteStore, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mean_and_std(store: SiteStore, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of each feature, in float64, a chunk of rows at a time."""
     chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
     total = np.zeros(store.n_edges)
