@@ -1,6 +1,7 @@
-"""The command line: ``python -m data_prep abide | synthetic | check``."""
+"""The command line: ``python -m data_prep abide | nifti | synthetic | check``."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,30 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas
 from data_prep.connectome import ConnectomeSettings
+from data_prep.nifti import (
+    DEFAULT_SPACE,
+    CheckedScan,
+    NiftiSite,
+    Scan,
+    check_scan,
+    find_fmriprep_scans,
+    find_scans,
+    fmriprep_version,
+    join_participants,
+    one_repetition_time,
+    parse_diagnosis_words,
+    read_nifti_subject,
+    read_participant_table,
+)
 from data_prep.preparation import FoldPlan, Preparation, build_site_store, unchanged_store
 from data_prep.quality import Exclusion, QualityRule
+from data_prep.roi_files import RoiFolder
 from data_prep.site_store import (
     SiteStore,
     StoreError,
+    _refuse_foreign_folder,
     assign_folds,
     check_compatible,
     default_data_root,
@@ -29,6 +48,7 @@ from data_prep.sources import (
     ABIDE_SITES,
     PHENOTYPIC,
     AbideSite,
+    Subject,
     fetch_abide,
     find_abide,
     join_abide_site,
@@ -36,6 +56,14 @@ from data_prep.sources import (
     read_phenotypic,
 )
 from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
+from data_prep.timeseries import (
+    CONFOUND_PRESETS,
+    DEFAULT_CONFOUNDS,
+    STANDARDIZATIONS,
+    TR_RANGE,
+    ExtractionSettings,
+    parse_confounds,
+)
 
 app = typer.Typer(
     help="From scans to a site store of connectomes, at each hospital.",
@@ -67,6 +95,29 @@ EstimatorOption = Annotated[
 NegativeOption = Annotated[
     str, typer.Option(help="Negative values: keep, or zero as the paper's authors did.")
 ]
+KindOption = Annotated[
+    str,
+    typer.Option(
+        help="correlation; for whole scans also 'partial correlation', covariance, tangent."
+    ),
+]
+SilentRoisOption = Annotated[
+    str,
+    typer.Option(
+        help="A subject with an ROI without signal: exclude, or keep-zero (its edges are 0)."
+    ),
+]
+MinTimepointsOption = Annotated[
+    int | None,
+    typer.Option(help="Leave out shorter scans. Default: the window.", show_default=False),
+]
+SameLengthOption = Annotated[
+    bool, typer.Option("--same-length", help="Leave out scans of another length than most.")
+]
+FoldOption = Annotated[
+    int | None, typer.Option(help="With tangent: the fold kept out of the reference.")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the folds.")]
 FoldsOption = Annotated[
     int | None, typer.Option(help="Fix this many folds by subject in the store.")
 ]
@@ -139,27 +190,11 @@ def abide(
     stride: StrideOption = 1,
     whole_scan: WholeScanOption = False,
     estimator: EstimatorOption = "ledoit-wolf",
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="correlation; for whole scans also 'partial correlation', covariance, tangent."
-        ),
-    ] = "correlation",
+    kind: KindOption = "correlation",
     negative: NegativeOption = "keep",
-    silent_rois: Annotated[
-        str,
-        typer.Option(
-            help="A subject with an ROI without signal: exclude, or keep-zero (its edges are 0)."
-        ),
-    ] = "exclude",
-    min_timepoints: Annotated[
-        int | None,
-        typer.Option(help="Leave out shorter scans. Default: the window.", show_default=False),
-    ] = None,
-    same_length: Annotated[
-        bool,
-        typer.Option("--same-length", help="Leave out scans of another length than most."),
-    ] = False,
+    silent_rois: SilentRoisOption = "exclude",
+    min_timepoints: MinTimepointsOption = None,
+    same_length: SameLengthOption = False,
     mismatch: Annotated[
         str,
         typer.Option(
@@ -167,17 +202,14 @@ def abide(
         ),
     ] = "error",
     folds: FoldsOption = None,
-    fold: Annotated[
-        int | None, typer.Option(help="With tangent: the fold kept out of the reference.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the folds.")] = 0,
+    fold: FoldOption = None,
+    seed: SeedOption = 0,
     force: ForceOption = False,
 ) -> None:
     """Make site stores from ABIDE's ROI time series, downloaded or local."""
     names = parse_sites(sites, list(ABIDE_SITES))
     with usage_errors():
-        if mismatch not in ("error", "drop"):
-            raise ValueError(f"mismatch is {mismatch!r}; allowed are error, drop")
+        _refuse_other_mismatch(mismatch)
         preparation = Preparation(
             settings=ConnectomeSettings(
                 kind,
@@ -201,6 +233,11 @@ def abide(
     for join in joins:
         _prepare_abide_site(root / join.site, join, preparation, phenotypic, report, force)
     report.show(root)
+
+
+def _refuse_other_mismatch(mismatch: str) -> None:
+    if mismatch not in ("error", "drop"):
+        raise ValueError(f"mismatch is {mismatch!r}; allowed are error, drop")
 
 
 def _fold_plan(folds: int | None, fold: int | None, seed: int) -> FoldPlan | None:
@@ -257,6 +294,314 @@ def _prepare_abide_site(
             on_subject=step,
         )
     report.add(store, expected=join.expected, join=join)
+
+
+@app.command()
+@one_sentence_errors
+def nifti(
+    atlas: Annotated[
+        Path, typer.Option(help="NIfTI label map: at each voxel the id of its region.")
+    ],
+    labels: Annotated[
+        Path, typer.Option(help="Table of the regions' ids and names; it fixes the ROI list.")
+    ],
+    participants: Annotated[
+        Path, typer.Option(help="BIDS participants.tsv: participant_id, diagnosis, age, sex.")
+    ],
+    site: Annotated[str, typer.Option(help="Name of this hospital; its store gets this name.")],
+    images: Annotated[
+        str | None,
+        typer.Option(
+            help="Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. "
+            "With --fmriprep: inside that folder.",
+            show_default=False,
+        ),
+    ] = None,
+    fmriprep: Annotated[
+        Path | None,
+        typer.Option(help="fMRIPrep's folder of derivatives, instead.", show_default=False),
+    ] = None,
+    out: OutOption = None,
+    timeseries_out: Annotated[
+        Path | None,
+        typer.Option(help="Also write the ROI time series here, a .1D file a subject."),
+    ] = None,
+    session: Annotated[str | None, typer.Option(help="Take ses-<this> only.")] = None,
+    task: Annotated[str | None, typer.Option(help="Take task-<this> only.")] = None,
+    run: Annotated[str | None, typer.Option(help="Take run-<this> only.")] = None,
+    space: Annotated[
+        str, typer.Option(help="With --fmriprep: the template space, which must be the atlas's.")
+    ] = DEFAULT_SPACE,
+    confounds: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of "
+            f"nilearn's load_confounds. Default: {DEFAULT_CONFOUNDS}.",
+            show_default=False,
+        ),
+    ] = None,
+    tr: Annotated[
+        float | None,
+        typer.Option(help="Repetition time in seconds, instead of header and JSON sidecar."),
+    ] = None,
+    high_pass: Annotated[float, typer.Option(help="Lower cut-off in Hz; 0 for none.")] = 0.01,
+    low_pass: Annotated[float, typer.Option(help="Upper cut-off in Hz; 0 for none.")] = 0.1,
+    no_detrend: Annotated[
+        bool, typer.Option("--no-detrend", help="Leave linear trends in.")
+    ] = False,
+    standardize: Annotated[
+        str, typer.Option(help=f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")
+    ] = "zscore",
+    label_offset: Annotated[
+        int, typer.Option(help="Added to each id of the labels table (1 if it counts from 0).")
+    ] = 0,
+    unlisted_labels: Annotated[
+        str, typer.Option(help="Atlas labels that the table does not name: error, or drop.")
+    ] = "error",
+    diagnosis_column: Annotated[
+        str, typer.Option(help="Column of the participants table.")
+    ] = "diagnosis",
+    diagnosis_word: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a word there means, such as ASD=autism, TD=control, ADHD=leave-out; "
+            "give it once a word.",
+            show_default=False,
+        ),
+    ] = None,
+    window: WindowOption = 32,
+    stride: StrideOption = 1,
+    whole_scan: WholeScanOption = False,
+    estimator: EstimatorOption = "ledoit-wolf",
+    kind: KindOption = "correlation",
+    negative: NegativeOption = "keep",
+    silent_rois: SilentRoisOption = "exclude",
+    min_timepoints: MinTimepointsOption = None,
+    same_length: SameLengthOption = False,
+    mismatch: Annotated[
+        str,
+        typer.Option(
+            help="Participants without scan, scans without participant: error, or drop and list."
+        ),
+    ] = "error",
+    folds: FoldsOption = None,
+    fold: FoldOption = None,
+    seed: SeedOption = 0,
+    force: ForceOption = False,
+) -> None:
+    """Make the site store of a hospital from its NIfTI scans and an atlas."""
+    with usage_errors():
+        _refuse_other_mismatch(mismatch)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
+            raise ValueError(f"site is {site!r}; use letters, digits, '-', '_' and '.'")
+        if tr is not None and not TR_RANGE[0] <= tr <= TR_RANGE[1]:
+            raise ValueError(f"tr is {tr:g} s, which no functional scan has; it is in seconds")
+        if unlisted_labels not in UNLISTED_RULES:
+            raise ValueError(
+                f"unlisted labels is {unlisted_labels!r}; allowed are {', '.join(UNLISTED_RULES)}"
+            )
+        words = parse_diagnosis_words(diagnosis_word or [])
+        preparation = Preparation(
+            settings=ConnectomeSettings(
+                kind,
+                estimator,
+                None if whole_scan else window,
+                None if whole_scan else stride,
+                negative,
+            ),
+            rule=QualityRule(silent_rois, min_timepoints, same_length),
+            folds=_fold_plan(folds, fold, seed),
+            extraction=ExtractionSettings(
+                high_pass or None,
+                low_pass or None,
+                not no_detrend,
+                standardize,
+                _confounds(confounds, images, fmriprep),
+            ),
+        )
+    scans = _nifti_scans(images, fmriprep, space, preparation, ses=session, task=task, run=run)
+    rows, left_out = read_participant_table(participants, words, diagnosis_column)
+    join = join_participants(site, rows, left_out, scans)
+    if mismatch == "error":
+        join.refuse_mismatch()
+    regions = read_atlas(atlas, labels, label_offset=label_offset, unlisted=unlisted_labels)
+    source: dict[str, object] = {"name": "NIfTI scans"}
+    if fmriprep is not None:
+        source = {
+            "name": "fMRIPrep derivatives",
+            "space": space,
+            "generated_by": fmriprep_version(fmriprep),
+        }
+    source |= {
+        "tr_set_by_user": tr is not None,
+        "selection": {"session": session, "task": task, "run": run},
+        "diagnosis_column": diagnosis_column,
+        "diagnosis_words": words,
+    }
+    report = SiteReport()
+    root = out or default_data_root()
+    store = _prepare_nifti_site(
+        root / site,
+        join,
+        regions,
+        preparation,
+        inputs={participants.name: file_checksum(participants)},
+        source=source,
+        tr=tr,
+        series_folder=RoiFolder(timeseries_out) if timeseries_out else None,
+        report=report,
+        force=force,
+    )
+    report.show(root)
+    censored = store.description.get("censored_volumes", {})
+    if censored:
+        screen.print(
+            f"Censored by the confounds: {sum(censored.values())} volume(s) of {len(censored)} "
+            f"scan(s), at most {max(censored.values())} of one."
+        )
+    if regions.without_voxel:
+        named = ", ".join(f"{roi_id} ({name})" for roi_id, name in regions.without_voxel)
+        screen.print(
+            f"{len(regions.without_voxel)} row(s) of {labels.name} label no voxel of the atlas and "
+            f"are no ROI: {named}",
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def _confounds(
+    text: str | None, images: str | None, fmriprep: Path | None
+) -> dict[str, Any] | None:
+    """Return the confound strategy, and refuse options that do not go together."""
+    if fmriprep is None:
+        if images is None:
+            raise ValueError("name the scans with --images, or fMRIPrep's folder with --fmriprep")
+        if text not in (None, "none"):
+            raise ValueError("--confounds needs --fmriprep: only its tables of confounds are read")
+        return None
+    return None if text == "none" else parse_confounds(text or DEFAULT_CONFOUNDS)
+
+
+def _nifti_scans(
+    images: str | None,
+    fmriprep: Path | None,
+    space: str,
+    preparation: Preparation,
+    **wanted: str | None,
+) -> list[Scan]:
+    if fmriprep is None:
+        assert images is not None
+        return find_scans(images, wanted)
+    assert preparation.extraction is not None
+    confounds = preparation.extraction.confounds or {}
+    return find_fmriprep_scans(
+        fmriprep,
+        wanted,
+        space=space,
+        pattern=images,
+        smoothed_by_aroma=confounds.get("ica_aroma") == "full",
+    )
+
+
+def _prepare_nifti_site(
+    folder: Path,
+    join: NiftiSite,
+    atlas: Atlas,
+    preparation: Preparation,
+    *,
+    inputs: dict[str, object],
+    source: dict[str, object],
+    tr: float | None,
+    series_folder: RoiFolder | None,
+    report: "SiteReport",
+    force: bool,
+) -> SiteStore:
+    assert preparation.extraction is not None
+    site = join.site
+    _refuse_foreign_folder(folder)  # now, not after hours of reading scans
+    if series_folder is not None:
+        series_folder.refuse_foreign()
+    scans: list[CheckedScan] = []
+    with progress_bar(f"{site}: checking", len(join.joined)) as step:
+        for row, scan in join.joined:
+            scans.append(check_scan(site, row, scan, preparation.extraction, tr))
+            step()
+    seconds = one_repetition_time(site, scans)
+    for checked in scans:
+        inputs |= checked.inputs
+    inputs |= {
+        **dict([atlas.image_file, atlas.labels_file]),
+        "label_offset": atlas.label_offset,
+        "unlisted_labels": list(atlas.unlisted),
+        "repetition_time": seconds,
+        "left_out": [list(entry) for entry in join.left_out],
+        "without_scan": list(join.without_scan),
+        "without_row": list(join.without_row),
+    }
+    fingerprint = preparation.fingerprint(site, inputs)
+    store = unchanged_store(folder, fingerprint)
+    complete = series_folder is None or series_folder.is_complete(fingerprint)
+    if store is not None and complete and not force:
+        report.add(store, expected=join.expected, join=join, unchanged=True)
+        return store
+    if series_folder is not None:
+        series_folder.begin()
+    subjects: list[Subject] = []
+    unread: list[Exclusion] = []
+    censored: dict[str, int] = {}
+    shortest = preparation.rule.shortest(preparation.settings.window)
+    with progress_bar(f"{site}: time series", len(scans)) as step:
+        for checked in scans:  # one scan in memory at a time
+            found = read_nifti_subject(checked, site, atlas, preparation.extraction, shortest)
+            if isinstance(found, Exclusion):
+                unread.append(found)
+            else:
+                subjects.append(found)
+                if len(found.series) < checked.n_volumes:
+                    censored[found.participant_id] = checked.n_volumes - len(found.series)
+                if series_folder is not None:
+                    series_folder.add(found, atlas.rois)
+            step()
+    made_of = ", ".join(str(source[key]) for key in ("name", "space") if key in source)
+    description = {
+        "source": source,
+        "preprocessing": f"{preparation.extraction.title} ({made_of})",
+        "synthetic": False,
+        "atlas_files": atlas.describe(),
+        "repetition_time_s": seconds,
+        **({"censored_volumes": censored} if censored else {}),
+        "join": {
+            "expected": join.expected,
+            "left_out": [list(entry) for entry in join.left_out],
+            "without_scan": list(join.without_scan),
+            "without_row": list(join.without_row),
+        },
+    }
+    with progress_bar(f"{site}: connectomes", len(subjects)) as step:
+        store, _ = build_site_store(
+            folder,
+            site=site,
+            subjects=subjects,
+            preparation=preparation,
+            inputs=inputs,
+            description=description,
+            atlas=atlas.title,
+            rois=atlas.rois,
+            unread=unread,
+            on_subject=step,
+        )
+    if series_folder is not None:
+        names = (*description, "extraction", "absent_rois", "inputs", "versions", "fingerprint")
+        series_folder.finish(
+            atlas.rois,
+            {
+                "Name": f"{site}: ROI time series",
+                "atlas": atlas.title,
+                **{key: store.description[key] for key in names if key in store.description},
+            },
+        )
+    report.add(store, expected=join.expected, join=join)
+    return store
 
 
 @app.command()
@@ -362,7 +707,7 @@ class SiteReport:
         store: SiteStore,
         *,
         expected: int,
-        join: AbideSite | None = None,
+        join: AbideSite | NiftiSite | None = None,
         unchanged: bool = False,
     ) -> None:
         """Add one site."""
@@ -381,14 +726,7 @@ class SiteReport:
         )
         left_out = [Exclusion(**entry) for entry in store.description["excluded"]]
         if join is not None:
-            left_out += [
-                Exclusion(who, "phenotypic row without scan", "dropped")
-                for who in join.without_scan
-            ]
-            left_out += [
-                Exclusion(scan, "scan without phenotypic row", "dropped")
-                for scan in join.without_row
-            ]
+            left_out += [Exclusion(*entry) for entry in join.dropped]
         self._left_out += [(store.site, e.participant_id, e) for e in left_out]
         if unchanged:
             self._unchanged.append(store.site)

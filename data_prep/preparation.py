@@ -31,6 +31,7 @@ from data_prep.site_store import (
     write_site_store,
 )
 from data_prep.sources import Subject
+from data_prep.timeseries import ExtractionSettings
 
 __all__ = ["FoldPlan", "Preparation", "build_site_store", "unchanged_store"]
 
@@ -73,11 +74,14 @@ class Preparation:
         Who is left out.
     folds : FoldPlan or None
         Folds fixed in the store; tangent connectomes need them.
+    extraction : ExtractionSettings or None
+        How time series are made of scans; None where the source has time series.
     """
 
     settings: ConnectomeSettings
     rule: QualityRule
     folds: FoldPlan | None = None
+    extraction: ExtractionSettings | None = None
 
     def __post_init__(self) -> None:
         """Tangent needs a held-out fold, and no other kind has one."""
@@ -93,7 +97,9 @@ class Preparation:
     def describe(self) -> dict[str, Any]:
         """Return the settings as the store states them."""
         folds = asdict(self.folds) if self.folds else None
+        extraction = {"extraction": self.extraction.describe()} if self.extraction else {}
         return {
+            **extraction,
             "connectome": self.settings.describe(),
             "quality_rule": self.rule.describe(),
             "folds": folds,
@@ -156,6 +162,9 @@ def build_site_store(
     preparation: Preparation,
     inputs: Mapping[str, object],
     description: Mapping[str, Any],
+    atlas: str = ATLAS,
+    rois: Sequence[tuple[str, str]] = ROIS,
+    unread: Sequence[Exclusion] = (),
     on_subject: Callable[[], object] | None = None,
 ) -> tuple[SiteStore, list[Exclusion]]:
     """Apply the quality rule, compute the connectomes and write the store.
@@ -174,6 +183,12 @@ def build_site_store(
         Checksums of the input files, or a generator's arguments; stored.
     description : mapping
         About the source: at least ``source`` and ``synthetic``.
+    atlas : str
+        What sites must agree on, beside the ROIs.
+    rois : sequence of (str, str)
+        Id and name of each column of the series.
+    unread : sequence of Exclusion
+        Subjects that were found, and left out before their series was read.
     on_subject : callable, optional
         Called after each subject's connectomes.
 
@@ -188,14 +203,18 @@ def build_site_store(
         If no subject is left, or the folds asked for are not possible.
     """
     settings = preparation.settings
-    kept, excluded = apply_rule(subjects, preparation.rule, window=settings.window, rois=ROIS)
+    kept, excluded = apply_rule(subjects, preparation.rule, window=settings.window, rois=rois)
+    excluded = sorted([*unread, *excluded], key=lambda e: e.participant_id)
+    found = len(subjects) + len(unread)
     if not kept:
         reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
         raise StoreError(
-            f"site {site!r}: no subject is left of {len(subjects)} ({reasons}); use a shorter "
+            f"site {site!r}: no subject is left of {found} ({reasons}); use a shorter "
             "window or another quality rule"
         )
     folds = _folds(site, kept, preparation.folds)
+    packages = ["numpy", "nilearn", "scikit-learn"]
+    packages += ["nibabel", "scipy", "pandas"] if preparation.extraction else []
     starts = [window_starts(len(s.series), settings.window, settings.stride) for s in kept]
     write_site_store(
         folder,
@@ -213,25 +232,36 @@ def build_site_store(
             )
             for i, (s, w) in enumerate(zip(kept, starts, strict=True))
         ],
-        rois=ROIS,
+        rois=rois,
         window_starts=starts,
         connectomes=_filler(kept, folds, preparation, on_subject),
         description={
             "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
-            "atlas": ATLAS,
+            "atlas": atlas,
             **description,
             **preparation.describe(),
-            "counts": {"found": len(subjects), "excluded": len(excluded), "kept": len(kept)},
+            "counts": {"found": found, "excluded": len(excluded), "kept": len(kept)},
             "excluded": [asdict(e) for e in excluded],
+            **_absent_rois(subjects, rois),
             "versions": {
                 "python": platform.python_version(),
-                **{name: version(name) for name in ("numpy", "nilearn", "scikit-learn")},
+                **{name: version(name) for name in packages},
             },
             "inputs": dict(inputs),
             "fingerprint": preparation.fingerprint(site, inputs),
         },
     )
     return read_site_store(folder), excluded
+
+
+def _absent_rois(
+    subjects: Sequence[Subject], rois: Sequence[tuple[str, str]]
+) -> dict[str, dict[str, list[str]]]:
+    """Return the ids of the ROIs that each subject's scan lacks, if any subject lacks one."""
+    absent = {
+        s.participant_id: [rois[i][0] for i in s.absent_rois] for s in subjects if s.absent_rois
+    }
+    return {"absent_rois": absent} if absent else {}
 
 
 def _folds(site: str, kept: Sequence[Subject], plan: FoldPlan | None) -> np.ndarray | None:

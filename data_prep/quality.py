@@ -66,6 +66,10 @@ class QualityRule:
         if self.min_timepoints is not None and self.min_timepoints < 3:
             raise ValueError(f"min_timepoints is {self.min_timepoints}; at least 3 are needed")
 
+    def shortest(self, window: int | None) -> int:
+        """Return the fewest time points that are kept with a window, or None for whole scans."""
+        return max(self.min_timepoints or 0, window or 3)
+
     def describe(self) -> dict[str, Any]:
         """Return the rule as the site store states it."""
         return asdict(self)
@@ -111,7 +115,7 @@ def apply_rule(
     excluded : list of Exclusion
         Every other subject, with its reason.
     """
-    shortest = max(rule.min_timepoints or 0, window or 3)
+    shortest = rule.shortest(window)
     usual = Counter(len(s.series) for s in subjects).most_common(1)[0][0] if subjects else 0
     kept, excluded = [], []
     for subject in subjects:
@@ -122,10 +126,26 @@ def apply_rule(
         elif rule.same_length and length != usual:
             found = ("other scan length", f"{length} time points, most at the site have {usual}")
         elif len(silent) and rule.silent_rois == "exclude":
-            named = ", ".join(f"{rois[i][0]} ({rois[i][1]})" for i in silent)
-            found = ("ROI without signal", f"no signal in {named}")
+            found = ("ROI without signal", _without_signal(subject, silent, rois))
         else:
             kept.append(subject)
             continue
         excluded.append(Exclusion(subject.participant_id, *found))
     return kept, excluded
+
+
+def _without_signal(
+    subject: Subject, silent: np.ndarray, rois: Sequence[tuple[str, str]], limit: int = 10
+) -> str:
+    """Name the ROIs, those without a voxel in the scan apart from those with silent voxels."""
+    absent = set(subject.absent_rois)
+    parts = []
+    for what, columns in (
+        ("absent from the scan: ", [i for i in silent if i in absent]),
+        ("no signal in ", [i for i in silent if i not in absent]),
+    ):
+        if columns:
+            named = ", ".join(f"{rois[i][0]} ({rois[i][1]})" for i in columns[:limit])
+            rest = len(columns) - limit
+            parts.append(what + named + (f" and {rest} more" if rest > 0 else ""))
+    return "; ".join(parts)

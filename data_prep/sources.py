@@ -81,6 +81,8 @@ class Subject:
         Name of the site.
     series : np.ndarray, float64, shape (n_timepoints, n_rois)
         Finite; columns in the order of the ROI list.
+    absent_rois : tuple of int
+        Columns of ROIs without a voxel in the scan, where that is known; their series is zero.
     """
 
     participant_id: str
@@ -89,6 +91,7 @@ class Subject:
     sex: str
     site: str
     series: np.ndarray = field(repr=False)
+    absent_rois: tuple[int, ...] = ()
 
 
 # ----------------------------------------------------------------------------------- one .1D file
@@ -225,6 +228,14 @@ class AbideSite:
     def expected(self) -> int:
         """Number of rows that passed the quality check."""
         return len(self.joined) + len(self.without_scan)
+
+    @property
+    def dropped(self) -> list[tuple[str, str, str]]:
+        """Who, reason and detail of every row without scan and scan without row."""
+        return [
+            *((who, "phenotypic row without scan", "dropped") for who in self.without_scan),
+            *((scan, "scan without phenotypic row", "dropped") for scan in self.without_row),
+        ]
 
     def refuse_mismatch(self) -> None:
         """Raise if a row has no scan, or a scan no row."""

@@ -26,6 +26,25 @@ def abide_source():
     return folder
 
 
+def shared_folder(variable, name, marker):
+    """Return a folder of real files, or skip the test that asks for it."""
+    named = os.environ.get(variable)
+    folder = Path(named) if named else REPOSITORY.parent / "shared" / "data" / name
+    if not (folder / marker).is_file():
+        pytest.skip(f"no {marker} in {folder}; set {variable} to a folder that has it")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def atlas_folder():
+    return shared_folder("FEDBN_TEST_ATLASES", "atlases", "AAL3_1mm.nii.gz")
+
+
+@pytest.fixture(scope="session")
+def scan_folder():
+    return shared_folder("FEDBN_TEST_NIFTI", "fmri_nifti_tests", "functional.nii")
+
+
 SMALL_ROIS = tuple((str(i), f"region {i}") for i in (10, 20, 30, 40))
 SMALL_SETTINGS = {
     "kind": "correlation",
@@ -118,3 +137,83 @@ class SmallAbide:
 @pytest.fixture
 def small_abide(tmp_path, rng):
     return SmallAbide(tmp_path / "source", rng)
+
+
+def save_scan(file, data, *, tr=2.0, unit="sec", voxel=3.0, origin=(0.0, 0.0, 0.0), code=1):
+    """Write a small NIfTI image; three-dimensional data have no repetition time."""
+    import nibabel
+
+    affine = np.diag([voxel, voxel, voxel, 1.0])
+    affine[:3, 3] = origin
+    image = nibabel.Nifti1Image(data, affine)
+    if data.ndim == 4:
+        image.header["pixdim"][4] = tr
+    image.header.set_xyzt_units("mm", unit)
+    image.set_sform(affine, code)
+    image.set_qform(affine, code)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(image, file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def write_scan():
+    return save_scan
+
+
+class SmallHospital:
+    """A BIDS folder of tiny scans on a grid of 6 x 6 x 2 voxels, with an atlas of nine blocks."""
+
+    n_rois = 9
+
+    def __init__(self, root, rng, n_subjects=4, n_volumes=50):
+        self.root = root
+        self.rng = rng
+        self.n_volumes = n_volumes
+        self.atlas = save_scan(root / "atlas" / "blocks.nii.gz", self.labels())
+        self.names = {i: f"region {i}" for i in range(1, self.n_rois + 1)}
+        self.table = root / "atlas" / "blocks.tsv"
+        self.write_table()
+        self.rows = []
+        for k in range(1, n_subjects + 1):
+            self.add(f"{k:02d}")
+        self.write_rows()
+
+    @staticmethod
+    def labels():
+        blocks = np.arange(1, 10, dtype=np.int16).reshape(3, 3)
+        return np.repeat(blocks.repeat(2, 0).repeat(2, 1)[..., np.newaxis], 2, axis=2)
+
+    def write_table(self):
+        lines = [f"{i}\t{name}" for i, name in self.names.items()]
+        self.table.write_text("\n".join(["index\tname", *lines]) + "\n")
+
+    def data(self, n_volumes=None):
+        shape = (6, 6, 2, n_volumes or self.n_volumes)
+        return (1000 + 10 * self.rng.standard_normal(shape)).astype(np.float32)
+
+    def scan(self, label, extra="task-rest"):
+        name = f"sub-{label}_{extra}_bold.nii.gz"
+        return self.root / "bids" / f"sub-{label}" / "func" / name
+
+    def add(self, label, *, row=True, **changes):
+        save_scan(self.scan(label), self.data(), **changes)
+        if row:
+            diagnosis = ("autism", "control")[len(self.rows) % 2]
+            self.rows.append([f"sub-{label}", diagnosis, "12.5", "F"])
+
+    def write_rows(self, header=("participant_id", "diagnosis", "age", "sex")):
+        self.participants = self.root / "bids" / "participants.tsv"
+        lines = ["\t".join(row) for row in (header, *self.rows)]
+        self.participants.write_text("\n".join(lines) + "\n")
+
+    def arguments(self):
+        return (
+            *("--images", f"{self.root}/bids/sub-*/func/*_bold.nii.gz", "--atlas", self.atlas),
+            *("--labels", self.table, "--participants", self.participants, "--site", "HOSP"),
+        )
+
+
+@pytest.fixture
+def hospital(tmp_path, rng):
+    return SmallHospital(tmp_path / "hospital", rng)
