@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from data_prep.site_store import SiteStore, StoreError, signature_differences
-from fedbn import control_variates
 from fedbn.aggregation import WeightedMean
 from fedbn.normalization import (
     Partition,
@@ -36,6 +35,7 @@ from fedbn.normalization import (
 )
 from fedbn.results import FORMAT as RESULTS_FORMAT
 from fedbn.results import versions, weights_digest
+from fedbn.resume import SAVED_FILE
 from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.site import Preparation, Site, make_network, mean_and_std, store_fingerprint
 from fedbn.site_state import (
@@ -48,7 +48,6 @@ from fedbn.site_state import (
 )
 
 FORMAT = "fedbn-adaptation-1"
-SHARED_FILE = "FL_global_model.pt"
 RESULTS_FILE = "results.json"
 REPORT_FILE = "adaptation.json"
 MODEL_FILE = "model.pt"
@@ -259,15 +258,25 @@ def read_run(folder: Path) -> FinishedRun:
         If a file is damaged.
     """
     path = _shared_file(folder)
-    shared, meta = load_checkpoint(path, SHARED_WEIGHTS)
-    experiment = read_experiment(path.parent / "config" / EXPERIMENT_FILE)
+    saved, meta = load_checkpoint(path, SHARED_WEIGHTS)
+    if isinstance(meta.get("experiment"), dict):
+        experiment = Experiment.model_validate(meta["experiment"])
+    else:
+        experiment = read_experiment(path.parent / "config" / EXPERIMENT_FILE)
+    after = meta.get("round")
+    if isinstance(after, int) and after + 1 < experiment.rounds:
+        raise AdaptationError(
+            f"the run in {folder} ended after {after + 1} of {experiment.rounds} rounds; continue "
+            "it with `fedbn resume` first"
+        )
     if experiment.algorithm.name in ("alone", "clustered"):
         raise AdaptationError(
             f"the run in {folder} has algorithm {experiment.algorithm.name!r}, which leaves no one "
             "model that all sites share; start from a run that averages"
         )
-    shared, _ = control_variates.separate(shared)
     network, partition = make_network(experiment)
+    # Beside them the server may have saved what its algorithm remembers of the sites.
+    shared = {name: tensor for name, tensor in saved.items() if name in partition.shared}
     check_entries(shared, entries(network, partition.shared), f"the entries of {path.name}")
     affine, willing, no_affine = _read_affine(path.parent / AFFINE_FILE, network, partition)
     return FinishedRun(
@@ -284,9 +293,9 @@ def read_run(folder: Path) -> FinishedRun:
 def _shared_file(folder: Path) -> Path:
     if folder.is_file():
         return folder
-    found = sorted(folder.rglob(SHARED_FILE)) if folder.is_dir() else []
+    found = sorted(folder.rglob(SAVED_FILE)) if folder.is_dir() else []
     if len(found) != 1:
-        what = f"no {SHARED_FILE}" if not found else f"{len(found)} files {SHARED_FILE}"
+        what = f"no {SAVED_FILE}" if not found else f"{len(found)} files {SAVED_FILE}"
         raise AdaptationError(
             f"{what} in {folder}; give the folder of one finished run: a simulator workspace, a "
             "downloaded job, or the job's folder at the server"

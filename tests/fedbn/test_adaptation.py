@@ -19,7 +19,6 @@ from fedbn.adaptation import (
     AFFINE,
     AFFINE_FILE,
     REPORT_FILE,
-    SHARED_FILE,
     STARTS,
     AdaptationError,
     adapt,
@@ -37,6 +36,7 @@ from fedbn.aggregation import ContributionError
 from fedbn.experiment import federate, read_stores
 from fedbn.normalization import entries, split
 from fedbn.results import FORMAT as RESULTS_FORMAT
+from fedbn.resume import SAVED_FILE
 from fedbn.site import Site, make_network
 from fedbn.site_state import (
     COMPLETE_MODEL,
@@ -52,11 +52,15 @@ GAMMA_BETA = (f"{NORM}.weight", f"{NORM}.bias")
 STATISTICS = (f"{NORM}.running_mean", f"{NORM}.running_var")
 
 
-def write_run(folder, write_experiment, experiment, shared, *, affine=None, signature=None):
+def write_run(
+    folder, write_experiment, experiment, shared, *, affine=None, signature=None, facts=None
+):
     """Write what a finished FLARE run leaves at its server."""
     app_folder = folder / "server" / "simulate_job" / "app_server"
     write_experiment(app_folder / "config", experiment)
-    save_checkpoint(app_folder / SHARED_FILE, SHARED_WEIGHTS, shared, {"job": "simulate_job"})
+    save_checkpoint(
+        app_folder / SAVED_FILE, SHARED_WEIGHTS, shared, {"job": "simulate_job"} | (facts or {})
+    )
     if affine is not None:
         save_affine(app_folder / AFFINE_FILE, experiment, "simulate_job", affine)
     if signature is not None:
@@ -345,6 +349,29 @@ def test_what_does_not_fit_is_one_sentence_and_leaves_nothing(
     (out / "model.pt").write_bytes(b"a model that matters")
     with pytest.raises(AdaptationError, match=re.escape("holds a model.pt already")):
         adapt(plain, new_store, out, start="fedbn_default", why="")
+
+
+def test_the_saved_files_own_experiment_wins_and_a_run_that_ended_early_is_refused(
+    tmp_path, write_experiment, experiment
+):
+    settings = experiment(algorithm={"name": "scaffold"}, training={"optimizer": "sgd"})
+    network, partition = make_network(settings)
+    saved = entries(network, partition.shared)
+    saved["control_variate:classifier.bias"] = torch.zeros(2)
+    saved["site NYU:control_variate:classifier.bias"] = torch.zeros(2)
+    for after, name in ((0, "early"), (1, "finished")):
+        write_run(
+            tmp_path / name,
+            write_experiment,
+            experiment(rounds=7),
+            saved,
+            facts={"experiment": settings.model_dump(mode="json"), "round": after},
+        )
+    run = read_run(tmp_path / "finished")
+    assert run.experiment == settings
+    assert set(run.shared) == set(partition.shared)
+    with pytest.raises(AdaptationError, match="ended after 1 of 2 rounds; continue it"):
+        read_run(tmp_path / "early")
 
 
 def test_a_damaged_affine_file_is_no_fallback(run_folder, gammas):
