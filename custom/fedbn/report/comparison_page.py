@@ -67,7 +67,7 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
     on_step("drawing the held-out subjects")
     _ranking(page, summary, plan, records, names)
     runs = {} if stores is None else _run_again(plan, stores, on_step)
-    _convergence(page, runs, summary["sites"], names)
+    _convergence(page, summary, runs, names)
     models = None
     why_not = f"This is computed from trained models: {parts.NEEDS_DATA}"
     if runs:
@@ -159,6 +159,11 @@ def _scores(page: Page, summary: Mapping[str, Any]) -> None:
     page.table(comparison_tables.accuracy_table(summary, "subject"))
     if summary["n_windows"] != summary["n_subjects"]:
         page.table(comparison_tables.accuracy_table(summary, "window"), folded="the same by window")
+    if summary.get(evaluation.AFTER_TRAINING):
+        page.table(
+            comparison_tables.after_training_table(summary),
+            folded="before and after the local training of the last round",
+        )
 
 
 def _differences(page: Page, summary: Mapping[str, Any]) -> None:
@@ -281,15 +286,21 @@ def brier_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _convergence(
-    page: Page, runs: Mapping[str, Federation], sites: Sequence[str], names: Sequence[str]
+    page: Page,
+    summary: Mapping[str, Any],
+    runs: Mapping[str, Federation],
+    names: Sequence[str],
 ) -> None:
     page.section("Convergence")
+    _training_loss(page, summary, names)
+    page.heading("Held-out subjects, round by round")
     if not runs:
         page.absent(
-            "A comparison keeps the scores after the last round only. Convergence is shown for a "
-            f"federation that is run once more (seed 0, fold 0): {parts.NEEDS_DATA}"
+            "A comparison keeps the scores of the last round only. Those of each round are shown "
+            f"for a federation that is run once more (seed 0, fold 0): {parts.NEEDS_DATA}"
         )
         return
+    sites = summary["sites"]
     page.text(
         "Seed 0, fold 0, run once more: the site's held-out subjects scored with the round's "
         "received weights and the site's own entries, and again after its local epochs."
@@ -300,6 +311,42 @@ def _convergence(
             for metric, curve in _curves(name, names, federation, site).items():
                 panels[site].setdefault(metric, []).append(curve)
     parts.convergence_pictures(page, panels, {})
+
+
+def _training_loss(page: Page, summary: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Show how fast the training loss falls, and how many rounds it takes to a target."""
+    page.heading("Training loss")
+    found = summary.get("convergence")
+    if not found:
+        page.absent(
+            "None of these methods is a federation whose comparison has kept its training loss."
+        )
+        return
+    page.text(
+        "Cross entropy of the sites' training windows in the last local epoch of each round, "
+        "measured while the weights change and with dropout; the mean over sites and folds. The "
+        "line is the mean over seeds, the band goes from the lowest to the highest seed. The "
+        "grey line is the loss looked for: "
+        f"{comparison_tables.loss_rule(summary)}. The marks stand at the median of the rounds "
+        "after which runs have come to it. FedBN can have a lower training loss for a reason of "
+        "no use to held-out subjects: more of its weights are a site's own."
+    )
+    shown = [name for name in names if name in found["methods"]]
+    losses = [
+        figures.Losses(
+            _title_of(summary, name),
+            np.array(found["methods"][name]["loss"]),
+            math.nan if (median := found["methods"][name]["median"]) is None else median,
+            names.index(name),
+        )
+        for name in shown
+    ]
+    if losses:
+        png = figures.training_loss(
+            losses, found["target"], "loss looked for", synthetic=page.synthetic
+        )
+        page.show([Picture("training_loss", png, "Training loss of each method over the rounds.")])
+    page.table(comparison_tables.convergence_table(summary))
 
 
 def _curves(

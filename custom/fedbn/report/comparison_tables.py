@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from fedbn import paired
+from fedbn.evaluation import AFTER_TRAINING
 from fedbn.report.tables import LOOK, SYNTHETIC, WIDTH
 
 MACRO = "macro"
@@ -24,12 +25,17 @@ def comparison_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = [accuracy_table(summary, level) for level in levels]
     if summary["differences"]:
         tables.append(difference_table(summary))
+    if summary.get(AFTER_TRAINING):
+        tables.append(after_training_table(summary))
+    if summary.get("convergence"):
+        tables.append(convergence_table(summary))
     return [*tables, operating_point_table(summary)]
 
 
 def width(summary: Mapping[str, Any]) -> int:
-    """Return the width that the tables need without a broken line."""
-    return WIDTH + 16 + 13 * max(0, len(summary["sites"]) - 4)
+    """Return the width that the tables need without a broken line: 80, unless there is much."""
+    longest = max(len(_title(summary, name)) for name in summary["methods"])
+    return WIDTH + max(0, longest - 18) + 13 * max(0, len(summary["sites"]) - 4)
 
 
 def accuracy_table(summary: Mapping[str, Any], level: str) -> Table:
@@ -37,7 +43,7 @@ def accuracy_table(summary: Mapping[str, Any], level: str) -> Table:
     sites = summary["sites"]
     table = _table(
         summary,
-        f"accuracy in % {_LEVEL[level]},\nmean over {summary['n_folds']} folds and "
+        f"accuracy in % {_LEVEL[level]}, mean over {summary['n_folds']} folds and "
         f"{_seeds(summary)} (standard deviation over seeds)",
         f"macro: every site counts the same.{_pooled_note(summary)}",
     )
@@ -64,18 +70,18 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
     n_looks = sum(len(scopes) for scopes in summary["differences"].values())
     table = _table(
         summary,
-        f"difference to {reference}, accuracy in points by held-out subject,\npaired in each of "
+        f"difference to {reference}, accuracy in points by held-out subject, paired in each of "
         f"{summary['n_folds']} folds and {_seeds(summary)}",
-        f"{summary['confidence']:.0%} intervals and p of the corrected resampled t test: folds\n"
-        "share training subjects (Nadeau and Bengio 2003; Bouckaert and Frank 2004).\n"
-        "A difference is called higher or lower only where its interval leaves zero out.\n"
+        f"{summary['confidence']:.0%} intervals and p of the corrected resampled t test: folds "
+        "share training subjects (Nadeau and Bengio 2003; Bouckaert and Frank 2004). A difference "
+        "is called higher or lower only where its interval leaves zero out. "
         f"Of {n_looks} such intervals, about {n_looks * (1 - summary['confidence']):.1f} "
-        "would leave zero out by chance alone;\np (Holm) is adjusted for the number of methods, in "
-        f"the macro mean.{_pooled_note(summary)}",
+        "would leave zero out by chance alone; Holm: p adjusted for the number of methods, in the "
+        f"macro mean.{_pooled_note(summary)}",
     )
     table.add_column("method", no_wrap=True)
     table.add_column("site")
-    for heading in ("difference", "interval", "p", "p (Holm)"):
+    for heading in ("difference", "interval", "p", "Holm"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("so", no_wrap=True)
     for name, scopes in summary["differences"].items():
@@ -99,14 +105,14 @@ def operating_point_table(summary: Mapping[str, Any]) -> Table:
     table = _table(
         summary,
         "ranking and operating point by held-out subject, macro mean over sites",
-        "AUC does not depend on the threshold; accuracy, balanced accuracy, sensitivity\n"
-        "and specificity (in %) do. Own: accuracy at a threshold that each site chose on\n"
-        "its training subjects. Brier: mean squared error of the score, lower is better.\n"
-        "Excess: distance of mean score and share of patients in %, mean over sites\n"
-        f"without its sign. Slope: below 1 where scores are too sure.{_pooled_note(summary)}",
+        "AUC does not depend on the threshold; accuracy, balanced accuracy, sensitivity and "
+        "specificity (in %) do. Own: accuracy at a threshold that each site chose on its training "
+        "subjects. Brier: mean squared error of the score, lower is better. Exc. (excess): "
+        "distance of mean score and share of patients in %, mean over sites without its sign. "
+        f"Slope: below 1 where scores are too sure.{_pooled_note(summary)}",
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("AUC", "acc.", "own", "bal.", "sens.", "spec.", "Brier", "excess", "slope"):
+    for heading in ("AUC", "acc.", "own", "bal.", "sens.", "spec.", "Brier", "exc.", "slope"):
         table.add_column(heading, justify="right")
     for name in summary["methods"]:
         scores = summary["scores"][name][MACRO]["subject"]
@@ -130,6 +136,68 @@ def operating_point_table(summary: Mapping[str, Any]) -> Table:
             _plain(None if None in slopes else sum(slopes) / len(slopes)),
         )
     return table
+
+
+def after_training_table(summary: Mapping[str, Any]) -> Table:
+    """One row a federated method: its sites' scores before and after local training."""
+    table = _table(
+        summary,
+        "the last round by held-out subject, macro mean over sites (standard deviation over seeds)",
+        "Accuracy in %. Before: the final shared weights with each site's own entries, as in the "
+        "other tables. After: each site's network after its local epochs of the last round, before "
+        "the last averaging.",
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in ("accuracy\nbefore", "accuracy\nafter", "AUC\nbefore", "AUC\nafter"):
+        table.add_column(heading, justify="right")
+    for name, scopes in summary[AFTER_TRAINING].items():
+        ends = [found[MACRO]["subject"] for found in (summary["scores"][name], scopes)]
+        table.add_row(
+            _title(summary, name),
+            *(_percent(end["accuracy"]) for end in ends),
+            *(_spread(end["auc"]) for end in ends),
+        )
+    return table
+
+
+def convergence_table(summary: Mapping[str, Any]) -> Table:
+    """One row a federated method: how many rounds it takes to a training loss."""
+    found = summary["convergence"]
+    other = summary["methods"][found["compared_with"]]["title"]
+    table = _table(
+        summary,
+        f"rounds until the training loss is at most {loss_rule(summary)}, of {found['rounds']}",
+        "Training loss: cross entropy in the last local epoch of a round, measured while the "
+        "weights change and with dropout, mean over sites. Reached: runs that come to it. "
+        f"Difference to {other} in rounds, paired, where all runs of both reach it, with the "
+        f"{summary['confidence']:.0%} interval of the corrected resampled t test. Last loss: at "
+        "the last round (standard deviation over seeds).",
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in ("median", "range", "reached", "difference", "interval", "last loss"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, one in found["methods"].items():
+        difference = one["difference"] or dict.fromkeys(("mean", "low", "high"))
+        low, high = difference["low"], difference["high"]
+        table.add_row(
+            _title(summary, name),
+            _rounds(one["median"]),
+            f"{_rounds(one['low'])} to {_rounds(one['high'])}" if one["reached"] else "-",
+            f"{one['reached']} of {one['runs']}",
+            "-" if difference["mean"] is None else f"{difference['mean']:+.1f}",
+            "-" if low is None or high is None else f"{low:+.1f} to {high:+.1f}",
+            _spread(one["last_loss"]),
+        )
+    return table
+
+
+def loss_rule(summary: Mapping[str, Any]) -> str:
+    """Say which training loss is looked for."""
+    found = summary["convergence"]
+    if found["of"] is None:
+        return f"{found['target']:g}"
+    title = summary["methods"][found["of"]]["title"]
+    return f"{title}'s at its last round (in each seed and fold; {found['target']:.3f} on average)"
 
 
 def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
@@ -183,6 +251,14 @@ def _seeds(summary: Mapping[str, Any]) -> str:
 def _percent(cell: Mapping[str, Any]) -> str:
     mean, sd = cell["mean"], cell["sd"]
     return "-" if mean is None else f"{100 * mean:.1f} ({_plain_percent(sd)})"
+
+
+def _spread(cell: Mapping[str, Any]) -> str:
+    return "-" if cell["mean"] is None else f"{cell['mean']:.3f} ({_plain(cell['sd'], 3)})"
+
+
+def _rounds(value: float | None) -> str:
+    return "never" if value is None else f"{value:g}"
 
 
 def points(value: float | None) -> str:

@@ -265,6 +265,70 @@ class Curve:
     colour: int = 0
 
 
+@dataclass(frozen=True)
+class Losses:
+    """A method's training loss (n_seeds, n_rounds), and the median of its rounds to the target."""
+
+    name: str
+    by_seed: np.ndarray
+    rounds_until: float
+    colour: int = 0
+
+
+def training_loss(
+    losses: Sequence[Losses], target: float, target_name: str, *, synthetic: bool
+) -> bytes:
+    """Draw the training loss of each method over the rounds, and the loss that is looked for.
+
+    The line is the mean over seeds, the band goes from the lowest to the highest seed, and the mark
+    stands where the target is first reached (median over runs).
+    """
+    drawing = Drawing(4.4, synthetic=synthetic)
+    axes = drawing.axes[0, 0]
+    axes.axhline(target, color=GREY, linewidth=1.2)
+    for one in losses:
+        colour, line = COLOURS[one.colour], LINES[one.colour]
+        rounds = np.arange(1, one.by_seed.shape[1] + 1)
+        mean = one.by_seed.mean(axis=0)
+        if len(one.by_seed) > 1:
+            low, high = one.by_seed.min(axis=0), one.by_seed.max(axis=0)
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
+        marker = MARKERS[one.colour]
+        single = marker if len(rounds) == 1 else None
+        axes.plot(rounds, mean, color=colour, linestyle=line, linewidth=1.6, marker=single)
+        if np.isfinite(one.rounds_until):
+            axes.plot(
+                one.rounds_until,
+                target,
+                marker,
+                color=colour,
+                markeredgecolor="black",
+                markersize=8,
+                zorder=3,
+                clip_on=False,
+            )
+    handles = [
+        _handle(
+            color=COLOURS[one.colour],
+            linestyle=LINES[one.colour],
+            marker=MARKERS[one.colour],
+            label=one.name,
+        )
+        for one in losses
+    ]
+    handles.append(_handle(color=GREY, linewidth=1.2, label=target_name))
+    axes.set_title("training loss, mean over sites", fontsize=10, loc="left")
+    axes.set_xlabel("rounds", fontsize=9)
+    axes.set_ylabel("cross entropy by window", fontsize=9)
+    axes.grid(color="#e4e8ec")
+    axes.set_axisbelow(True)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    drawing.figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
+    )
+    return drawing.png()
+
+
 def convergence(
     site: str,
     panels: Mapping[str, Sequence[Curve]],

@@ -328,10 +328,23 @@ def settings_facts(experiment: Mapping[str, Any], versions: Mapping[str, Any]) -
         "optimiser": f"{training['optimizer']}, learning rate {training['learning_rate']:g}, "
         f"weight decay {training['weight_decay']:g}",
         "aggregation weights": experiment["aggregation_weights"],
+        **_share_fact(experiment.get("training_share", 1.0)),
         "standardisation": experiment["standardization"],
         "folds": experiment["n_folds"],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
+
+
+def _share_fact(share: float | Mapping[str, float]) -> dict[str, str]:
+    """Name the share of training subjects, where it is not all of them."""
+    if share == 1:
+        return {}
+    text = (
+        f"{share:g}"
+        if not isinstance(share, Mapping)
+        else ", ".join(f"{site} {of_site:g}" for site, of_site in share.items())
+    )
+    return {"share of training subjects": text}
 
 
 def _at(scored: Scored, site: str) -> dict[str, list[HeldOut]]:

@@ -18,7 +18,14 @@ from fedbn.report.held_out import HeldOut, Scored
 from fedbn.report.html import Page
 from fedbn.report.reading import read_results, results_file
 from fedbn.report.site_models import SiteModels
-from fedbn.report.tables import LOOK, SYNTHETIC, curve_table, gain_table
+from fedbn.report.tables import (
+    LOOK,
+    SYNTHETIC,
+    curve_table,
+    finetuned_table,
+    gain_table,
+    groups_table,
+)
 from fedbn.results import ALONE, FEDERATED, FINETUNED, weights_digest
 from fedbn.settings import Experiment
 from fedbn.site import Site
@@ -56,6 +63,11 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     page.section("What each site gained")
     page.table(gain_table(results))
     page.table(decision_table(results))
+    if any(FINETUNED in report for report in results["sites"].values()):
+        page.table(finetuned_table(results))
+    if any("groups" in one for one in results["rounds"]):
+        page.section("Groups of sites")
+        page.table(groups_table(results))
     page.section("Convergence")
     page.text(
         "The site's held-out subjects, scored with the round's received weights and the site's own "

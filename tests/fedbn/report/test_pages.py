@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fedbn import comparison, paired
 from fedbn.__main__ import app
 from fedbn.comparison import read_comparison
+from fedbn.experiment import read_stores, run_federation
 from fedbn.report import comparison_page, edges, figures
 from fedbn.report.comparison_page import drawn, operating_point_sentences
 from fedbn.report.tables import SYNTHETIC
@@ -56,11 +57,11 @@ def test_the_page_of_a_comparison(compared_page, read_page):
     check_no_subject(compared_page)
     expected = {f"{name}_{site}" for name in OF_EACH_SITE for site in SITES}
     expected |= {f"differences_{scope}" for scope in ("macro", *SITES)}
-    expected |= {"decision_singleset", "decision_fedbn", "shares_called"}
+    expected |= {"decision_singleset", "decision_fedbn", "shares_called", "training_loss"}
     expected |= {f"embedding_{k}" for k in (1, 2, 3)}
     expected |= {"distance_statistics_1", "distance_gamma_and_beta_1"}
     assert files == expected
-    assert len(reader.all("table")) == 7
+    assert len(reader.all("table")) == 9
     assert "whose coordinates this package has" in " ".join(reader.text)
     assert LABEL not in compared_page.read_text()
 
@@ -71,6 +72,7 @@ def test_without_data_the_page_says_what_it_leaves_out(page_of, compared, read_p
     assert {name for name in files if name.startswith(("conv", "emb", "dist"))} == set()
     text = " ".join(reader.text)
     assert text.count("give the folder of the site stores with --data to see it") == 3
+    assert "training_loss" in files, "it is in the files of the runs"
 
 
 def test_the_page_of_a_flare_run(run_page, read_page):
@@ -124,6 +126,33 @@ def test_made_up_subjects_are_labelled_in_every_picture_table_and_title(
     assert reader.captions
     assert all(caption.startswith(LABEL) for caption in reader.captions)
     assert all(image["alt"].startswith(LABEL) for image in reader.all("img"))
+
+
+def test_what_a_run_of_clusters_with_fine_tuning_adds_to_its_page(
+    settings, stores_root, tmp_path, read_page
+):
+    experiment = settings.changed(
+        policy="none",
+        algorithm={"name": "clustered", "split_mean_norm": 1e6, "split_site_norm": 0.0},
+        finetune={"epochs": 1},
+    )
+    report = run_federation(experiment, read_stores(stores_root, experiment)).report
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(report))
+    text = " ".join(read_page(write_report(file, tmp_path / "out")).text)
+    assert "what fine-tuning at the site changes (1 local epoch)" in text
+    assert "cut in NYU and UM" in text
+
+
+def test_a_comparison_of_an_earlier_version_can_still_be_reported(compared, tmp_path, read_page):
+    copied = shutil.copytree(compared, tmp_path / "comparison")
+    summary = json.loads((copied / "summary.json").read_text())
+    earlier = {k: v for k, v in summary.items() if k not in ("after_training", "convergence")}
+    earlier["format"] = "fedbn-comparison-1"
+    del earlier["experiment"]["training_share"]
+    (copied / "summary.json").write_text(json.dumps(earlier))
+    reader = read_page(write_report(copied, tmp_path / "out"))
+    assert "whose comparison has kept its training loss" in " ".join(reader.text)
 
 
 def test_a_comparison_of_an_earlier_definition_of_a_method_can_still_be_read(
