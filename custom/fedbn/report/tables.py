@@ -21,6 +21,7 @@ LOOK: dict[str, Any] = {
     "title_justify": "left",
     "caption_justify": "left",
     "collapse_padding": True,
+    "min_width": 40,
 }
 # Captions hold no line break within a sentence: each is wrapped once, to the width of its table.
 _GAIN_CAPTION = (
