@@ -198,6 +198,8 @@ def save_affine(
     experiment: Experiment,
     job: str,
     of_sites: Mapping[str, Mapping[str, torch.Tensor]],
+    *,
+    n_willing: int | None = None,
 ) -> str:
     """Keep the mean gamma and beta of the willing sites beside the global model.
 
@@ -210,6 +212,8 @@ def save_affine(
     of_sites
         Name of each willing site to its gamma and beta. With fewer than two the file holds the
         initial ones instead, and the reason.
+    n_willing
+        How many sites were willing, where they were too few to be asked.
 
     Returns
     -------
@@ -222,8 +226,9 @@ def save_affine(
     reason = ""
     if len(willing) < MIN_WILLING_SITES:
         values = initial
+        n_sharing = len(willing) if n_willing is None else n_willing
         reason = (
-            f"{len(willing)} of {len(experiment.sites)} sites share gamma and beta, at least "
+            f"{n_sharing} of {len(experiment.sites)} sites share gamma and beta; at least "
             f"{MIN_WILLING_SITES} are needed: a mean over fewer would be one site's own"
         )
         willing = []

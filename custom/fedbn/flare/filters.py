@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.dxo_filter import DXOFilter
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
+from nvflare.app_common.app_constant import AppConstants
 
+from fedbn.adaptation import affine_names
 from fedbn.control_variates import PREFIX
-from fedbn.flare.job import job_experiment
+from fedbn.flare.job import job_experiment, site_settings
+from fedbn.flare.new_sites import PREFIX as AFFINE
 from fedbn.networks import build_network
 from fedbn.normalization import Policy, split
 
@@ -28,8 +31,10 @@ class BatchNormFilter(DXOFilter):
     It belongs into a site's own ``local/privacy.json``, as a ``task_result_filters`` entry. It is a
     list of what may pass, not of what may not: the network is built from the job's experiment file,
     split by module type, and every entry that is not shared under ``policy`` is removed. SCAFFOLD's
-    control variate of an entry passes or stays as the entry does. Beside weights only metrics
-    without arrays pass. Where the network cannot be known (a job of another kind), or a result is
+    control variate of an entry passes or stays as the entry does. Gamma and beta for new hospitals
+    (:mod:`fedbn.flare.new_sites`) pass with a site's final answer if the site's own settings say
+    ``share_affine: true``; running statistics never do. Beside weights only metrics without arrays
+    pass. Where the network cannot be known (a job of another kind), or a result is
     of a form that cannot be looked into, nothing passes: the filter raises, and FLARE sends an
     error in place of the result.
 
@@ -50,7 +55,7 @@ class BatchNormFilter(DXOFilter):
             raise ValueError(f"policy must be 'fedbn' or 'silobn', got {policy!r}")
         self.policy: Policy = policy
         self.network = network
-        self._shared: dict[str, frozenset[str]] = {}
+        self._known: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Refuse what cannot be looked into, then remove what may not leave.
@@ -65,8 +70,12 @@ class BatchNormFilter(DXOFilter):
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         """Remove every entry that may not leave; ``None`` (not filtered) if there is none."""
-        shared = self._shared_names(fl_ctx)
-        passing = {name: value for name, value in dxo.data.items() if _entry_of(name) in shared}
+        shared, affine = self._names(fl_ctx)[0], self._affine_names(dxo, fl_ctx)
+        passing = {
+            name: value
+            for name, value in dxo.data.items()
+            if _entry_of(name) in shared or name in affine
+        }
         removed = len(dxo.data) - len(passing)
         if not removed:
             return None
@@ -79,17 +88,32 @@ class BatchNormFilter(DXOFilter):
         dxo.data = passing
         return dxo
 
-    def _shared_names(self, fl_ctx: FLContext) -> frozenset[str]:
-        """Return what may leave; each job of a site's process has its own network."""
+    def _affine_names(self, dxo: DXO, fl_ctx: FLContext) -> frozenset[str]:
+        """Return the names under which gamma and beta may leave with this very answer."""
+        asked = any(isinstance(name, str) and name.startswith(AFFINE) for name in dxo.data)
+        of_task = fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_VALIDATION
+        whole = dxo.data_kind == DataKind.WEIGHTS
+        if not (asked and of_task and whole and site_settings(fl_ctx).share_affine):
+            return frozenset()
+        return self._names(fl_ctx)[1]
+
+    def _names(self, fl_ctx: FLContext) -> tuple[frozenset[str], frozenset[str]]:
+        """Return what may leave, and gamma and beta under the names in which they may.
+
+        Each job of a site's process has its own network.
+        """
         job = str(fl_ctx.get_job_id())
-        if job not in self._shared:
+        if job not in self._known:
             if self.network is not None:
                 name, args = self.network["name"], self.network.get("args", {})
             else:
                 settings = job_experiment(fl_ctx).network
                 name, args = settings.name, settings.args
-            self._shared[job] = frozenset(split(build_network(name, args), self.policy).shared)
-        return self._shared[job]
+            network = build_network(name, args)
+            partition = split(network, self.policy)
+            affine = (AFFINE + entry for entry in affine_names(network, partition))
+            self._known[job] = frozenset(partition.shared), frozenset(affine)
+        return self._known[job]
 
 
 def _entry_of(name: Any) -> Any:

@@ -41,6 +41,7 @@ from fedbn.flare.job import (
     to_arrays,
     to_tensors,
 )
+from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE, to_send
 from fedbn.installation import check_packages, missing_package
 from fedbn.normalization import entries
 from fedbn.results import site_report, versions, without_nan
@@ -317,6 +318,7 @@ class FedBNLearner(ModelLearner):
             "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
             **facts,
             "versions": versions(),
+            SHARES_AFFINE: self._load_settings().share_affine,
         }
         return FLModel(metrics={}, meta={REPORT: report})
 
@@ -388,7 +390,11 @@ class FedBNLearner(ModelLearner):
             if name.startswith("round_")
         }
         results = site_report(site, final, alone, rounds, finetuned=finetuned)
-        return FLModel(metrics={}, meta={REPORT: {"site": site.name, "results": results}})
+        answer = FLModel(metrics={}, meta={REPORT: {"site": site.name, "results": results}})
+        if _report(model).get(SEND_AFFINE) is True and self._load_settings().share_affine:
+            self.info(f"site {site.name!r} shares its gamma and beta for new hospitals")
+            answer.params_type, answer.params = ParamsType.FULL, to_send(site, local)
+        return answer
 
     def _save_model(self, site: Site, state: SiteState, *, finetuned: bool = False) -> None:
         """Keep the site's network as it stands, with all that it needs to predict."""

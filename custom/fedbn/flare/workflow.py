@@ -23,7 +23,9 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from data_prep.site_store import signature_differences
+from fedbn.adaptation import MIN_WILLING_SITES
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.flare import new_sites
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
     ACCEPTED,
@@ -37,6 +39,7 @@ from fedbn.flare.job import (
     redacted,
     to_tensors,
 )
+from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.installation import different_versions
 from fedbn.report.tables import render, run_tables
@@ -113,6 +116,8 @@ class FedBNWorkflow(ModelController):
         self.experiment: Experiment
         self.site_of_client: dict[str, str] = {}
         self.site_facts: dict[str, dict[str, Any]] = {}
+        self.signature: dict[str, Any] = {}
+        self.willing: set[str] = set()
         self.prepared: set[str] = set()
         self.last_accepted: dict[str, int] = {}
         self.rounds: list[dict[str, Any]] = []
@@ -237,6 +242,8 @@ class FedBNWorkflow(ModelController):
         for site, facts in sorted(self.site_facts.items()):
             if differences := different_versions(versions(), facts["versions"]):
                 self.warning(f"{site} has other versions: {', '.join(differences)}")
+        self.signature = answers[first_client]["signature"]
+        self.willing = {c for c, answer in answers.items() if answer.get(SHARES_AFFINE) is True}
         self.prepared = set(answers)
         self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
 
@@ -309,9 +316,20 @@ class FedBNWorkflow(ModelController):
         def enough() -> bool:
             return sum(ERROR not in answer for answer in answers.values()) >= self.quorum
 
-        self._ask(FINAL, self._messages(), self._reading(answers), self.round_seconds, enough)
+        affine: dict[str, Mapping[str, Any] | None] = {}
+        asked = self.willing if len(self.willing) >= MIN_WILLING_SITES else set()
+        read = self._reading(answers)
+
+        def collect(result: FLModel) -> bool:
+            if _client(result) in asked:
+                affine[self.site_of_client[_client(result)]] = result.params
+            return read(result)
+
+        told = {SEND_AFFINE: bool(asked)}
+        self._ask(FINAL, self._messages(), collect, self.round_seconds, enough, told=told)
         if self.abort_signal.triggered:
             return
+        self._keep_affine(affine)
         shared: dict[str, torch.Tensor] = to_tensors(model.params)
         reports, failed = {}, {}
         for client, answer in sorted(answers.items()):
@@ -350,6 +368,7 @@ class FedBNWorkflow(ModelController):
             job=self.fl_ctx.get_job_id(),
             transport="NVFlare",
             not_scored=not_scored,
+            signature=self.signature,
             **outcome,
         )
         folder = Path(self.get_run_dir())
@@ -362,6 +381,25 @@ class FedBNWorkflow(ModelController):
         self.written = True
         if "reason" in outcome:
             raise RunFailedError(outcome["reason"])
+
+    def _keep_affine(self, affine: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Save what hospitals that join later start from, beside the global model."""
+        if not new_sites.has_affine(self.experiment):
+            return
+        assert isinstance(self.persistor, SharedModelPersistor)
+        try:
+            self.info(
+                new_sites.keep(
+                    self.persistor.path(self.fl_ctx).parent,
+                    self.experiment,
+                    str(self.fl_ctx.get_job_id()),
+                    affine,
+                    n_willing=len(self.willing),
+                    warn=self.warning,
+                )
+            )
+        except SiteStateError as error:  # the results of the run matter more
+            self.error(f"gamma and beta for new hospitals are not saved: {error}")
 
     def _write_early_end(self, status: str, reason: str) -> None:
         """Write the results of a run that has ended before its sites were scored."""
@@ -392,6 +430,7 @@ class FedBNWorkflow(ModelController):
         enough: Callable[[], bool] | None = None,
         *,
         round_number: int = 0,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         """Send one task to every site and wait for the answers, at most until the deadline.
 
@@ -415,6 +454,7 @@ class FedBNWorkflow(ModelController):
                         PURPOSE: purpose,
                         PREPARED: sorted(self.prepared),
                         ACCEPTED: dict(self.last_accepted),
+                        **(told or {}),
                     }
                 },
             )
