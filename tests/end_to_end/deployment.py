@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import re
+import select
 import shutil
 import signal
 import socket
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +69,30 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
+class Console:
+    """FLARE's admin console on a terminal, as a person at the keyboard has it."""
+
+    PROMPT = "> "
+
+    def __init__(self, terminal: int):
+        self.terminal = terminal
+
+    def read_until(self, sign: str, seconds: float = 60) -> str:
+        """Return what appears on the screen up to a sign."""
+        text = ""
+        end = time.monotonic() + seconds
+        while sign not in text:
+            assert time.monotonic() < end, f"no {sign!r} on the screen within {seconds} s:\n{text}"
+            if select.select([self.terminal], [], [], 0.2)[0]:
+                text += os.read(self.terminal, 65536).decode(errors="replace")
+        return text
+
+    def type(self, line: str, until: str = PROMPT) -> str:
+        """Type a line and return the answer."""
+        os.write(self.terminal, f"{line}\n".encode())
+        return self.read_until(until)
+
+
 class Deployment:
     """Startup kits, the processes that they start, and what people do with them.
 
@@ -110,10 +138,19 @@ class Deployment:
         """Return the startup kit of the server, a site or a person."""
         return self.kits / name
 
-    def install(self, site: str) -> None:
-        """Put a site's own settings into its kit, as its README says."""
+    def install(self, site: str, *, data: Path | None = None, strict: bool = False) -> None:
+        """Put a site's own settings into its kit, as its README says; only the data folder differs.
+
+        Jobs see a change of the data folder at once, the site's process `strict` after a restart.
+        """
         local = self.kit(site) / "local"
-        shutil.copy(SITES_FOLDER / "hospital" / "privacy.json", local)
+        for file in (SITES_FOLDER / "hospital").glob("*.json"):
+            shutil.copy(file, local)
+        if strict:
+            shutil.copy(SITES_FOLDER / "hospital" / "strict" / "authorization.json", local)
+        settings = yaml.safe_load((SITES_FOLDER / site / "fedbn_site.yml").read_text())
+        settings["data"] = str(data or self.data / site)
+        (local / "fedbn_site.yml").write_text(yaml.safe_dump(settings))
 
     def install_server(self) -> None:
         """Put the server's own settings into its kit; its storage goes below the folder."""
@@ -138,7 +175,6 @@ class Deployment:
             "PATH": path,
             "HOME": str(home),
             "OMP_NUM_THREADS": "1",
-            "FEDBN_DATA": str(self.data),
             MARK: self.mark,
             **changes,
         }
@@ -260,6 +296,36 @@ class Deployment:
         finally:
             session.close()
 
+    @contextlib.contextmanager
+    def console(self, user: str = LEAD) -> Iterator[Console]:
+        """Open the admin console of a person's kit, log in, and leave it at the end."""
+        terminal, screen = pty.openpty()
+        process = subprocess.Popen(
+            [str(self.kit(user) / "startup" / "fl_admin.sh")],
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=screen,
+            stdout=screen,
+            stderr=screen,
+            start_new_session=True,
+        )
+        os.close(screen)
+        console = Console(terminal)
+        try:
+            console.read_until("User Name: ")
+            console.type(user)
+            yield console
+            os.write(terminal, b"bye\n")
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+
+    def command(self, *words: str, user: str = LEAD, **options: Any) -> str:
+        """Run `nvflare job …` with a person's startup kit and return what it printed."""
+        return self.call("nvflare", "job", *words, "--startup-kit", str(self.kit(user)), **options)
+
     def clients(self, session: Session) -> set[str]:
         return {client.name for client in session.get_system_info().client_info}
 
@@ -323,9 +389,18 @@ class Deployment:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def job_log(self, name: str, job_id: str) -> str:
-        """Return the log of a job at the server or a site, while it runs and after."""
+        """Return the log of a job at the server or a site, while it runs and after.
+
+        At its end FLARE moves the server's folder of a job into the storage, zipped.
+        """
         file = self.kit(name) / job_id / "log.txt"
-        return file.read_text(errors="replace") if file.exists() else ""
+        stored = self.storage / "jobs" / job_id / "workspace"
+        if file.exists():
+            return file.read_text(errors="replace")
+        if name == SERVER and stored.exists():
+            with zipfile.ZipFile(stored) as archive:
+                return archive.read("log.txt").decode(errors="replace")
+        return ""
 
     def state(self, site: str, job_id: str) -> Path:
         """Return the folder in which a site keeps its own batch norm of a job."""
@@ -336,6 +411,13 @@ class Deployment:
         return "\n".join(
             f"== {path.name}\n{path.read_text(errors='replace')[-characters:]}" for path in outputs
         )
+
+
+def job_id_in(text: str) -> str:
+    """Return the job id that FLARE has printed."""
+    found = re.search(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", text)
+    assert found, text
+    return found[0]
 
 
 @contextlib.contextmanager
