@@ -469,7 +469,7 @@ def adapt(run: FinishedRun, store: SiteStore, out: Path, *, start: str, why: str
         site=site.name,
         network=network_fingerprint(run.experiment.network.name, site.network.state_dict()),
     )
-    state.save_model(*_complete_model(site))
+    state.save_model(*site.complete_model())
     write_json(out / REPORT_FILE, report)
     return report
 
@@ -495,23 +495,6 @@ def _check_store(run: FinishedRun, store: SiteStore) -> None:
                 f"the stores of the run and of {store.site!r} do not fit together: "
                 + "; ".join(differences)
             )
-
-
-def _complete_model(site: Site) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return what a site keeps of its network as it stands, with all that it needs to predict."""
-    tensors = {
-        **entries(site.network, [*site.partition.shared, *site.partition.local]),
-        "standardization.mean": site.preparation.mean,
-        "standardization.std": site.preparation.std,
-    }
-    facts = {
-        "network": site.experiment.network.model_dump(),
-        "policy": site.experiment.policy,
-        "local entries": list(site.partition.local),
-        "classes": ["control", "autism"],
-        "signature": site.store.signature(),
-    }
-    return tensors, facts
 
 
 def _report(run: FinishedRun, site: Site, start: Start, why: str) -> dict[str, Any]:

@@ -349,6 +349,29 @@ class Site:
                 on_round(round_number)
         return evaluation.predict(self.network, self.test_inputs)
 
+    def complete_model(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the network as it stands, with all that it needs to predict, to be kept here.
+
+        Returns
+        -------
+        tensors, facts
+            Every entry of the network, and the standardisation; and how to build the network, what
+            its classes are, and what its samples must be.
+        """
+        tensors = {
+            **entries(self.network, [*self.partition.shared, *self.partition.local]),
+            "standardization.mean": self.preparation.mean,
+            "standardization.std": self.preparation.std,
+        }
+        facts = {
+            "network": self.experiment.network.model_dump(),
+            "policy": self.experiment.policy,
+            "local entries": list(self.partition.local),
+            "classes": ["control", "autism"],
+            "signature": self.store.signature(),
+        }
+        return tensors, facts
+
     def metrics(self, probability: np.ndarray) -> dict[str, dict[str, Any]]:
         """Score test predictions per window and per subject."""
         return evaluation.evaluate_site(self.test_targets, probability, self.test_participants)

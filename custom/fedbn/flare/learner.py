@@ -43,7 +43,6 @@ from fedbn.flare.job import (
 )
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE, to_send
 from fedbn.installation import check_packages, missing_package
-from fedbn.normalization import entries
 from fedbn.results import site_report, versions, without_nan
 from fedbn.resume import CONTINUED_FROM, check_not_stale, seed_state
 from fedbn.settings import Experiment
@@ -374,11 +373,11 @@ class FedBNLearner(ModelLearner):
         shared = to_tensors(model.params)
         final = site.evaluate(shared, local)
         experiment = self._load_experiment()
-        self._save_model(site, state)
+        state.save_model(*site.complete_model())
         finetuned = alone = None
         if experiment.finetune:
             finetuned = site.finetune(self._on_epoch)
-            self._save_model(site, state, finetuned=True)
+            state.save_model(*site.complete_model(), finetuned=True)
         if experiment.compare_with_alone:
             alone = site.train_alone(self._on_alone_round)
         state.save_predictions(
@@ -395,25 +394,6 @@ class FedBNLearner(ModelLearner):
             self.info(f"site {site.name!r} shares its gamma and beta for new hospitals")
             answer.params_type, answer.params = ParamsType.FULL, to_send(site, local)
         return answer
-
-    def _save_model(self, site: Site, state: SiteState, *, finetuned: bool = False) -> None:
-        """Keep the site's network as it stands, with all that it needs to predict."""
-        preparation = site.preparation
-        state.save_model(
-            {
-                **entries(site.network, [*site.partition.shared, *site.partition.local]),
-                "standardization.mean": preparation.mean,
-                "standardization.std": preparation.std,
-            },
-            {
-                "network": site.experiment.network.model_dump(),
-                "policy": site.experiment.policy,
-                "local entries": list(site.partition.local),
-                "classes": ["control", "autism"],
-                "signature": site.store.signature(),
-            },
-            finetuned=finetuned,
-        )
 
     def _score(self, model: FLModel) -> FLModel:
         """Score weights that some other workflow sent, with the site's own batch norm."""
