@@ -81,6 +81,11 @@ def run(
         experiment = _changed(
             read_experiment(job), policy=policy, fold=fold, seed=seed, rounds=rounds
         )
+        if experiment.continues is not None:
+            raise ValueError(
+                f"{job} continues job {experiment.continues.job}, whose batch norm is at the "
+                "sites: submit it to FLARE"
+            )
         stores = read_stores(data or default_data_root(), experiment, verify=True)
         with _progress() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
@@ -284,11 +289,14 @@ def results(
 ) -> None:
     """Print the tables of a finished run again."""
     with _one_sentence():
-        from fedbn.report.reading import read_results, results_file
+        from fedbn.report.reading import early_end, read_results, results_file
         from fedbn.report.tables import run_tables
 
-        for table in run_tables(read_results(results_file(run_folder))):
+        found = read_results(results_file(run_folder))
+        for table in run_tables(found) if found["sites"] else ():
             screen.print(table)
+        if (why := early_end(found)) is not None:
+            typer.echo(why)
 
 
 @app.command()
@@ -347,6 +355,44 @@ def doctor(
             raise ValueError(
                 f"{n_failed} of {len(statuses)} lines failed: do what they say, and run it again"
             )
+
+
+@app.command()
+def resume(
+    run: Annotated[
+        Path,
+        typer.Option(
+            help="What the run left: the server's folder of the job, its downloaded result, or a "
+            "simulator workspace."
+        ),
+    ],
+    job: Annotated[Path, typer.Option(help="The job folder that was submitted.")],
+    out: Annotated[Path, typer.Option(help="The new job folder.")],
+    rounds: Annotated[
+        int | None, typer.Option(help="All rounds, those before included. Default: the job's.")
+    ] = None,
+    min_sites: Annotated[
+        int | None,
+        typer.Option(help="Sites that a round needs, and FLARE's min_clients.", min=1),
+    ] = None,
+) -> None:
+    """Make the job that goes on where a run has ended, with every site's own batch norm."""
+    with _one_sentence():
+        from fedbn.resume import continue_job
+
+        experiment = continue_job(run, job, out, rounds=rounds, min_sites=min_sites)
+        continues = experiment.continues
+        assert continues is not None
+        left = experiment.rounds - continues.after_round - 1
+        typer.echo(
+            f"{out} continues job {continues.job} after round {continues.after_round} (counted "
+            f"from 0): {left} of {experiment.rounds} rounds are left. Submit it as any job"
+            + (
+                f", in a workspace other than {continues.workspace}"
+                if continues.workspace is not None
+                else ""
+            )
+        )
 
 
 def _check_writable(out: Path) -> None:

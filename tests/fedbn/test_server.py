@@ -10,8 +10,8 @@ from torch import nn
 
 from fedbn.aggregation import ContributionError
 from fedbn.control_variates import PREFIX
-from fedbn.normalization import split
-from fedbn.server import ClusteredServer, ScaffoldServer, Server, make_server
+from fedbn.normalization import StateMismatchError, split
+from fedbn.server import ClusteredServer, ScaffoldServer, Server, make_server, warm_start
 from fedbn.settings import Experiment
 
 SITES = ("NYU", "UM", "USM")
@@ -217,6 +217,10 @@ def test_the_order_of_sites_changes_no_bit(algorithm):
             for site in order:
                 server.add(site, sent[site], 3 + SITES.index(site))
             server.update()
+            if order == SITES:  # saved and restored after each round: the same bits
+                saved = server.saved()
+                server = make_server(experiment, network, partition)
+                server.restore(*saved)
         states.append(server.state())
     for state in states[1:]:
         assert list(state) == list(states[0])
@@ -224,3 +228,68 @@ def test_the_order_of_sites_changes_no_bit(algorithm):
     if algorithm.get("name") == "scaffold":
         variates = {name for name in states[0] if name.startswith(PREFIX)}
         assert variates == {f"{PREFIX}{name}" for name, _ in network.named_parameters()}
+
+
+# ----------------------------------------------------------------------------- saved and restored
+
+
+def test_a_restored_server_remembers_the_variate_of_a_site_that_is_absent_then():
+    servers = [ScaffoldServer(entry(0), ["w"]) for _ in range(2)]
+    for site, weight, variate in zip(SITES, (1, 2, 6), (3, 0, 6), strict=True):
+        servers[0].add(site, with_variate(weight, variate), weight)
+    servers[0].update()
+    tensors, facts = servers[0].saved()
+    assert facts == {"site_weights": {"NYU": 1, "UM": 2, "USM": 6}}
+    servers[1].restore(tensors, facts)
+    for server in servers:
+        server.reset()
+        server.add("NYU", with_variate(2, 9))
+        server.update()
+    assert lists(servers[1].state()) == lists(servers[0].state())
+    assert lists(servers[1].saved()[0]) == lists(servers[0].saved()[0])
+
+
+def test_a_restored_server_has_the_groups_of_before():
+    server = clustered()
+    one_round(server, NYU=[2, 1], UM=[4, 1], USM=[-6, 0])
+    again = clustered()
+    again.restore(*server.saved())
+    assert again.addressees(SITES) == [["NYU", "UM"], ["USM"]]
+    for each in (server, again):
+        one_round(each, NYU=[3, 9], UM=[3, -9], USM=[0, 0])
+    assert lists(again.state()) == lists(server.state())
+    assert again.facts() == server.facts()
+
+
+@pytest.mark.parametrize(
+    ("server", "saved", "reason"),
+    [
+        (Server(entry(0)), ({"v": torch.zeros(1)}, {}), "the saved entries do not fit"),
+        (ScaffoldServer(entry(0), ["w"]), (entry(1), {}), "no control variates of SCAFFOLD"),
+        (
+            ScaffoldServer(entry(0), ["w"]),
+            (with_variate(1, 1), {"site_weights": {"NYU": 1.0}}),
+            "saved control variates of site 'NYU' do not fit",
+        ),
+        (clustered(), (entry(1, 2), {}), "no groups of NYU, UM, USM"),
+        (clustered(), (entry(1, 2), {"groups": [["NYU", "UM"]]}), "no groups of NYU, UM, USM"),
+        (clustered(), (entry(1, 2), {"groups": [list(SITES)]}), "group NYU.UM.USM do not fit"),
+    ],
+)
+def test_what_another_server_has_saved_is_refused_and_changes_nothing(server, saved, reason):
+    before = lists(server.saved()[0])
+    with pytest.raises(StateMismatchError, match=reason):
+        server.restore(*saved)
+    assert lists(server.saved()[0]) == before
+
+
+def test_a_warm_start_takes_the_networks_entries_alone():
+    scaffold = ScaffoldServer(entry(0), ["w"])
+    scaffold.add("NYU", with_variate(4, 3))
+    scaffold.update()
+    assert lists(warm_start(scaffold.saved()[0])) == {"w": [4.0]}
+    groups = clustered()
+    assert lists(warm_start(groups.saved()[0])) == {"w": [0.0, 0.0]}
+    one_round(groups, NYU=[2, 1], UM=[4, 1], USM=[-6, 0])
+    with pytest.raises(StateMismatchError, match=r"2 groups of sites \(NYU.UM, USM\): no single"):
+        warm_start(groups.saved()[0])

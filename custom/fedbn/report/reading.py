@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,13 @@ def read_results(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a results file of fedbn ({FORMAT})")
     return content
+
+
+def early_end(results: Mapping[str, Any]) -> str | None:
+    """Return one sentence on a run that failed or was aborted; ``None`` if it came to its end."""
+    status = results.get("status", "completed")
+    if status == "completed":
+        return None
+    verb = "was" if status == "aborted" else "has"
+    n_done = len(results["rounds"])
+    return f"this run {verb} {status} after {n_done} rounds of this job: {results.get('reason')}"

@@ -16,7 +16,7 @@ from fedbn.experiment import federate, read_stores
 from fedbn.report import figures, parts, site_models
 from fedbn.report.held_out import HeldOut, Scored
 from fedbn.report.html import Page
-from fedbn.report.reading import read_results, results_file
+from fedbn.report.reading import early_end, read_results, results_file
 from fedbn.report.site_models import SiteModels
 from fedbn.report.tables import (
     LOOK,
@@ -54,6 +54,8 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
         If there is no finished run, or `data_root` holds other data.
     """
     results = read_results(results_file(folder))
+    if not results["sites"]:
+        raise ValueError(early_end(results) or f"no site was scored in {folder}")
     experiment = Experiment.model_validate(results["experiment"])
     stores = None if data_root is None else read_stores(data_root, experiment)
     page = Page(

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedbn.flare.job import ERROR, PURPOSE, REPORT
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow, RunFailedError
 from fedbn.results import weights_digest
-from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint
+from fedbn.site_state import SHARED_WEIGHTS, SiteStateError, load_checkpoint
 
 SITES = ("NYU", "UM", "USM")
 
@@ -146,13 +147,69 @@ def test_stores_that_do_not_fit_end_the_job_with_the_difference(
     assert re.search("stores of NYU and USM do not fit together: .*twelve.*another", panic)
 
 
+def test_a_run_that_falls_below_its_quorum_midway_tells_of_its_rounds(make_workflow):
+    workflow = make_workflow({"min_sites": 2, "round_seconds": 1}, rounds=5)
+    for name, first in (("UM", 1), ("USM", 2)):
+        inner = workflow.clients[name]
+        workflow.clients[name] = lambda purpose, data, inner=inner, first=first: (
+            None if purpose == "train" and data.current_round >= first else inner(purpose, data)
+        )
+    workflow.run()
+    (panic,) = panics(workflow)
+    assert panic.startswith("round 2: 1 contributions were accepted, 2 are needed; no answer from")
+    found = results(workflow)
+    assert (found["status"], found["reason"]) == ("failed", panic)
+    assert [record["missing"] for record in found["rounds"]] == [[], ["UM"], ["UM", "USM"]]
+    assert found["rounds"][2]["sites"]["NYU"]["n_steps"] > 0
+    assert found["sites"] == {}
+    saved, facts = load_checkpoint(workflow.persistor.path(workflow.fl_ctx), SHARED_WEIGHTS)
+    assert found["shared_weights_sha256"] == weights_digest(saved), "those after round 1"
+    assert facts["round"] == 1
+
+
+def test_a_full_disk_at_the_server_does_not_hide_why_a_run_failed(make_workflow, monkeypatch):
+    workflow = make_workflow({"round_seconds": 1})
+    workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], lambda _: None)
+
+    def full(*_):
+        raise SiteStateError("cannot write results.json: No space left on device")
+
+    monkeypatch.setattr("fedbn.flare.workflow.write_json", full)
+    workflow.run()
+    assert panics(workflow)[0].startswith("round 0: 2 contributions were accepted")
+
+
+@pytest.mark.parametrize(("threads", "needed"), [(1, 3), (2, 3), (3, 2), (None, 2)])
+def test_sites_that_run_one_after_another_in_the_simulator_are_all_waited_for(
+    make_workflow, threads, needed
+):
+    for job, quorum in (("simulate_job", needed), ("job-1", 2)):
+        workflow = make_workflow({"min_sites": 2}, job=job, rounds=1)
+        workflow.engine.args = SimpleNamespace(threads=threads)
+        workflow.run()
+        assert panics(workflow) == []
+        assert workflow.quorum == quorum
+
+
 def with_nan(answer):
     answer.params["classifier.bias"] = np.full(2, np.nan, np.float32)
     return answer
 
 
+def of_another_shape(answer):
+    answer.params["classifier.bias"] = np.zeros(3, np.float32)
+    return answer
+
+
+def with_an_extra_entry(answer):
+    answer.params["more"] = np.zeros(2, np.float32)
+    return answer
+
+
 BAD_ANSWERS = {
     "nan": (with_nan, "not finite"),
+    "shape": (of_another_shape, "'classifier.bias' is (3,) torch.float32, expected (2,)"),
+    "extra": (with_an_extra_entry, "1 unknown (more)"),
     "its own error": (
         lambda _: FLModel(metrics={}, meta={REPORT: {ERROR: "site 'UM': disk full"}}),
         "disk full",
@@ -164,7 +221,7 @@ BAD_ANSWERS = {
 
 @pytest.mark.parametrize("case", BAD_ANSWERS)
 @pytest.mark.parametrize("min_sites", [0, 2])
-def test_a_bad_contribution_costs_itself_or_the_quorum(make_workflow, case, min_sites):
+def test_a_bad_contribution_costs_itself_or_the_quorum(make_workflow, case, min_sites, caplog):
     change, reason = BAD_ANSWERS[case]
     workflow = make_workflow({"min_sites": min_sites, "round_seconds": 1})
     workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], change)
@@ -173,6 +230,11 @@ def test_a_bad_contribution_costs_itself_or_the_quorum(make_workflow, case, min_
         (panic,) = panics(workflow)
         assert panic.startswith("round 0: 2 contributions were accepted, 3 are needed; ")
         assert (reason or "no answer from UM") in panic
+        found = results(workflow)
+        assert (found["status"], found["reason"]) == ("failed", panic)
+        (record,) = found["rounds"]
+        assert record["accepted"] == ["NYU", "USM"]
+        assert (record["missing"] or list(record["refused"])) == ["UM"]
         return
     assert panics(workflow) == []
     for record in results(workflow)["rounds"]:
@@ -183,6 +245,28 @@ def test_a_bad_contribution_costs_itself_or_the_quorum(make_workflow, case, min_
             assert record["missing"] == []
             assert reason in record["refused"]["UM"]
     assert sorted(results(workflow)["sites"]) == sorted(SITES), "it is scored at the end"
+    saved, _ = load_checkpoint(workflow.persistor.path(workflow.fl_ctx), SHARED_WEIGHTS)
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+    if reason is not None:
+        assert re.search(rf"UM.*{re.escape(reason)}", caplog.text), "logged with site and reason"
+
+
+def test_batch_norm_that_a_site_sends_never_enters_the_global_model(make_workflow, caplog):
+    workflow = make_workflow()
+
+    def with_batch_norm(answer):
+        answer.params["hidden.0.norm.running_mean"] = np.full(8, np.nan, np.float32)
+        return answer
+
+    workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], with_batch_norm)
+    workflow.run()
+    assert panics(workflow) == []
+    for record in results(workflow)["rounds"]:
+        assert record["accepted"] == sorted(SITES)
+        assert record["dropped_local_entries"] == {"UM": 1}
+    assert "UM sent 1 entries that belong to its batch norm" in caplog.text
+    saved, _ = load_checkpoint(workflow.persistor.path(workflow.fl_ctx), SHARED_WEIGHTS)
+    assert set(saved) == set(workflow.persistor.shared_entries(workflow.fl_ctx))
 
 
 def test_bad_answers_do_not_start_the_grace(make_workflow):
@@ -309,6 +393,26 @@ def test_an_aborted_run_stops_without_results(make_workflow):
     assert [report[PURPOSE] for report, _ in workflow.asked] == ["preflight", "train"]
     with pytest.raises(FileNotFoundError):
         results(workflow)
+
+
+def test_a_run_that_is_aborted_after_a_round_tells_of_it(make_workflow):
+    workflow = make_workflow()
+    nyu = workflow.clients["NYU"]
+
+    def stop(purpose, data):
+        if purpose == "train" and data.current_round == 1:
+            workflow.abort_signal.trigger("stop")
+        return nyu(purpose, data)
+
+    workflow.clients["NYU"] = stop
+    workflow.clients["UM"] = lambda purpose, data, inner=workflow.clients["UM"]: (
+        None if data.current_round == 1 else inner(purpose, data)
+    )
+    workflow.run()
+    found = results(workflow)
+    assert found["status"] == "aborted"
+    assert found["reason"].startswith("the job was aborted: by a person, or by FLARE because")
+    assert [record["round"] for record in found["rounds"]] == [0]
 
 
 def test_components_of_another_kind_end_the_job(make_workflow):
