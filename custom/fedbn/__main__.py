@@ -448,6 +448,8 @@ def _one_sentence() -> Iterator[None]:
     """Turn what a user can mend into one sentence on stderr and exit code 1."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, too, whose sentence has been said
+        raise
     except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
         sentence = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:

@@ -288,8 +288,7 @@ def test_a_comparison_grows_by_methods_and_seeds_and_runs_only_those(finished, t
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_command_leaves_no_process_and_is_continued(finished, tmp_path, how):
+def test_a_killed_command_leaves_no_process_and_is_continued(finished, tmp_path):
     job, out = tmp_path / "experiment.json", tmp_path / "out"
     job.write_text(json.dumps(finished["plan"].experiment.model_dump(mode="json")))
     command = [
@@ -303,7 +302,7 @@ def test_a_killed_command_leaves_no_process_and_is_continued(finished, tmp_path,
     wait_for(lambda: len(list((out / "runs").glob("*.json"))) >= 2)
     workers = children(process.pid)
     assert len(workers) >= 2
-    process.send_signal(how)
+    process.kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "Traceback" not in errors
@@ -315,6 +314,35 @@ def test_a_killed_command_leaves_no_process_and_is_continued(finished, tmp_path,
     assert f"{n_kept} of {len(finished['plan'].runs)} runs are there already" in done.stderr
     for name in ("results.csv", "summary.json"):
         assert (out / name).read_bytes() == (finished["out"] / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_ctrl_c_ends_at_once_without_waiting_for_runs_that_have_begun(finished, tmp_path):
+    job, out = tmp_path / "experiment.json", tmp_path / "out"
+    endless = finished["plan"].experiment.changed(rounds=10**6)
+    job.write_text(json.dumps(endless.model_dump(mode="json")))
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "fedbn", "compare", str(job), "--data", str(finished["data"]),
+            "--methods", "ridge,fedbn", "--seeds", "1", "--out", str(out), "--jobs", "2",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: len(list((out / "runs").glob("*.json"))) == 2)
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "fedbn: stopped; finished runs are kept, start again to go on" in errors
+    assert "Traceback" not in errors
+    wait_for(lambda: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
+    kept = sorted(path.name for path in (out / "runs").iterdir())
+    assert len(kept) == 2
+    assert all(name.startswith("ridge") and name.endswith(".json") for name in kept)
 
 
 def wait_for(condition, seconds=120):
