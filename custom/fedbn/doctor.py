@@ -90,6 +90,7 @@ class _Patient:
     job: Path | None
     kit: StartupKit | None = None
     settings: SiteSettings = field(default_factory=SiteSettings)
+    misread: bool = False
     experiment: Experiment | None = None
     arguments: dict[str, Any] | None = None
     store: SiteStore | None = None
@@ -241,6 +242,7 @@ def _settings(patient: _Patient) -> Findings:
         elif client is not None and not re.fullmatch(r"site-[0-9]+", client):
             settings.check_site(client, client)  # the simulator's names say nothing without a job
     except ValueError as error:
+        patient.misread = True
         yield Finding(FAILED, "site settings", str(error))
         return
     stated = [f"{name}: {getattr(settings, name)}" for name in settings.model_fields_set]
@@ -271,6 +273,9 @@ def _job(patient: _Patient) -> Findings:
 
 
 def _device(patient: _Patient) -> Findings:
+    if patient.misread:
+        yield Finding(WARNING, "device", "not looked at: correct the site settings first")
+        return
     setting = patient.settings.stated("device", patient.of_job("device") or "auto")
     try:
         choice = find_device(setting, site=patient.site or "?")
@@ -282,6 +287,9 @@ def _device(patient: _Patient) -> Findings:
 
 
 def _store(patient: _Patient) -> Findings:
+    if patient.misread:
+        yield Finding(WARNING, "data store", "not looked at: correct the site settings first")
+        return
     folder, source = patient.settings.store, f"local/{SITE_SETTINGS_FILE}"
     if folder is None:
         if patient.site is None:

@@ -257,6 +257,14 @@ def test_the_site_settings(make_kit, job, text, status, sentence, with_job):
     assert sentence in found[1]
 
 
+def test_settings_that_cannot_be_read_lead_to_no_other_store_or_device(make_kit):
+    kit = make_kit()
+    (kit / "local" / "fedbn_site.yml").write_text("devise: cpu")
+    for subject in ("device", "data store"):
+        expected = (WARNING, "not looked at: correct the site settings first")
+        assert only(subject, kit=kit) == expected
+
+
 def test_a_settings_file_that_is_named_must_be_there(tmp_path):
     status, sentence = only("site settings", settings_file=tmp_path / "fedbn_site.yml")
     assert status == FAILED

@@ -23,7 +23,13 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model_learner import ModelLearner
 from nvflare.app_common.app_constant import ValidateType
 
-from data_prep.site_store import default_data_root, read_site_store
+from data_prep.site_store import (
+    DESCRIPTION,
+    SiteStore,
+    StoreError,
+    default_data_root,
+    read_site_store,
+)
 from fedbn.devices import DeviceChoice, described, device_facts, find_device, out_of_memory
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.flare.job import (
@@ -219,7 +225,7 @@ class FedBNLearner(ModelLearner):
             self._site = Site(
                 state.site,
                 # All values are looked at once, before round 0: it costs a second or two.
-                read_site_store(self._store_folder(state.site), verify=prepare),
+                self._read_store(state.site, verify=prepare),
                 experiment,
                 device=self._choose_device().device,
                 preparation=preparation,
@@ -232,6 +238,16 @@ class FedBNLearner(ModelLearner):
     def _store_folder(self, site: str) -> Path:
         own = None if self._settings is None else self._settings.store
         return own or self._data_root() / site
+
+    def _read_store(self, site: str, *, verify: bool) -> SiteStore:
+        folder = self._store_folder(site)
+        if not (folder / DESCRIPTION).is_file():  # the reader's sentence names what else is there
+            raise StoreError(
+                f"site {site!r}: no site store at {folder}; name this site's own store in "
+                "local/fedbn_site.yml (data), or make one with `python -m data_prep`; "
+                "`fedbn doctor` at the site says more"
+            )
+        return read_site_store(folder, verify=verify)
 
     def _choose_device(self) -> DeviceChoice:
         if self._device is None:

@@ -50,6 +50,15 @@ def test_the_site_s_own_store_replaces_the_job_s_and_the_environment_s_data_root
         shutil.rmtree(client.state_folder)
 
 
+@pytest.mark.parametrize("name", ["NYU_pilot", "", "NYU"])
+def test_what_else_lies_beside_a_missing_store_is_not_told(make_site, data_root, name):
+    (data_root / "NYU").rename(data_root / "secret_study")
+    report, _ = make_site(f"data: {data_root / name}").ask("preflight")
+    assert report["error"].startswith("site 'NYU': no site store at <path>; name this site's own")
+    assert "secret_study" not in report["error"]
+    assert "UM" not in report["error"]
+
+
 def test_the_store_of_another_site_is_refused(make_site, data_root):
     report, _ = make_site(f"data: {data_root / 'UM'}").ask("preflight")
     assert report["error"] == "site 'NYU': its store holds the data of site 'UM'"
