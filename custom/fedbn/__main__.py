@@ -282,6 +282,58 @@ def adapt(
 
 
 @app.command()
+def explain(
+    job: Job,
+    out: Annotated[Path, typer.Option(help="Folder for edges.csv, explanation.json, pictures.")],
+    data: DataRoot = None,
+    policy: Annotated[
+        str | None, typer.Option(help="fedbn, silobn or none (FedAvg), in place of the job's.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
+    permutations: Annotated[
+        int, typer.Option(help="How often all is trained again with permuted diagnoses.")
+    ] = 3,
+    top: Annotated[int, typer.Option(help="How many edges count as the strongest.", min=1)] = 50,
+    draw: Annotated[bool, typer.Option(help="Draw the strongest edges on a brain.")] = True,
+) -> None:
+    """Say which connections the networks look at, at each site and over all, and how steadily."""
+    with _one_sentence():
+        import torch
+
+        from fedbn import explanation
+        from fedbn.experiment import read_stores
+        from fedbn.report.explanation_tables import WIDTH, edge_table, pictures
+        from fedbn.report.tables import render
+
+        explanation.check_out(out)
+        torch.set_num_threads(1)  # as in every run: the same bits
+        experiment = read_experiment(job)
+        training = experiment.training.model_dump()
+        if local_epochs is not None:
+            training["local_epochs"] = local_epochs
+        experiment = _changed(
+            experiment.changed(fold=0), policy=policy, rounds=rounds, training=training
+        )
+        stores = read_stores(data or default_data_root(), experiment, verify=True)
+        with _runs_progress() as on_run:
+            found = explanation.explain(
+                experiment, stores, n_permutations=permutations, on_run=on_run
+            )
+        content = explanation.write_explanation(found, out, top)
+        sentences = explanation.stability_sentences(content["stability"], top)
+        text = render([edge_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
+        with atomic_write(out / "tables.txt") as file:
+            file.write(text.encode())
+        typer.echo(text, nl=False)
+        if draw:
+            for picture in pictures(found):
+                with atomic_write(out / f"{picture.name}.png") as file:
+                    file.write(picture.png)
+        typer.echo(f"all edges: {out / explanation.EDGES_FILE}")
+
+
+@app.command()
 def results(
     run_folder: Annotated[
         Path, typer.Argument(help="A simulator workspace, a downloaded job, or a results.json.")
