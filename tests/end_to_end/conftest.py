@@ -320,5 +320,5 @@ def deployment(tmp_path_factory, write_store):
     stores = folder / "stores with blanks"
     for site, n_subjects in (("NYU", 20), ("USM", 24), ("UM", 16), ("UCLA", 12)):
         write_store(stores / site, site, n_subjects=n_subjects)
-    with deployed(folder, stores) as running:
+    with deployed(folder, stores, recorder=RECORDER) as running:
         yield running

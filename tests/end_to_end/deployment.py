@@ -104,12 +104,21 @@ class Deployment:
         Folder with one site store per site.
     sites
         Clients that `start` starts.
+    recorder
+        Python code that every process runs first, with $FRAMES_FOLDER to write to.
     """
 
-    def __init__(self, folder: Path, data: Path, sites: tuple[str, ...] = SITES):
+    def __init__(
+        self, folder: Path, data: Path, sites: tuple[str, ...] = SITES, recorder: str = ""
+    ):
         self.folder = folder
         self.data = data
         self.sites = sites
+        self.frames = folder / "frames"
+        self.frames.mkdir()
+        self.hooks = folder / "hooks"
+        self.hooks.mkdir()
+        (self.hooks / "sitecustomize.py").write_text(recorder)
         self.port = free_port()
         self.mark = uuid.uuid4().hex
 
@@ -175,6 +184,8 @@ class Deployment:
             "PATH": path,
             "HOME": str(home),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.hooks), kept.get("PYTHONPATH")])),
+            "FRAMES_FOLDER": str(self.frames),
             MARK: self.mark,
             **changes,
         }
@@ -421,9 +432,11 @@ def job_id_in(text: str) -> str:
 
 
 @contextlib.contextmanager
-def deployed(folder: Path, data: Path, sites: tuple[str, ...] = SITES) -> Iterator[Deployment]:
+def deployed(
+    folder: Path, data: Path, sites: tuple[str, ...] = SITES, recorder: str = ""
+) -> Iterator[Deployment]:
     """Start a whole system, and end every process of it whatever happens."""
-    deployment = Deployment(folder, data, sites)
+    deployment = Deployment(folder, data, sites, recorder)
     try:
         deployment.start()
         yield deployment

@@ -38,8 +38,17 @@ def expected(small, in_process):
 
 
 @pytest.fixture(scope="module")
-def long_job(simulation, deployment):
-    return simulation(stores=deployment.data, sites=list(SITES), rounds=500).job
+def of_two(simulation, deployment):
+    """Make the main job for two hospitals only: half the processes, where that is enough."""
+
+    def make(**changes):
+        job = simulation(stores=deployment.data, sites=["NYU", "UCLA"], **changes).job
+        meta = json.loads((job / "meta.json").read_text())
+        meta["deploy_map"] = {"app": ["server", "NYU", "UCLA"]}
+        (job / "meta.json").write_text(json.dumps(meta))
+        return job
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +62,14 @@ def foreign_kit(deployment):
 
 
 @pytest.fixture(scope="module")
-def by_hand(deployment, small, long_job, simulation, foreign_kit):
+def by_hand(deployment, small, of_two, foreign_kit):
     """Jobs by the console and by `nvflare job`, at the same time, as FLARE runs them."""
     found = {}
-    fedavg = simulation(stores=deployment.data, sites=list(SITES), policy="none")
     with deployment.console() as console:
         by_console = job_id_in(console.type(f"submit_job {deployment.copy_of(small.job)}"))
         found["list_jobs"] = console.type("list_jobs")
-        long = job_id_in(console.type(f"submit_job {deployment.copy_of(long_job)}"))
-        found["fedavg"] = deployment.submit(fedavg.job)
+        long = job_id_in(console.type(f"submit_job {deployment.copy_of(of_two(rounds=500))}"))
+        found["fedavg"] = deployment.submit(of_two(policy="none"))
         by_command = job_id_in(
             deployment.command("submit", "-j", str(deployment.copy_of(small.job)))
         )
@@ -119,7 +127,7 @@ def test_an_aborted_job_ends_everywhere_and_leaves_whole_files(deployment, by_ha
     job_id = by_hand["aborted"]
     assert deployment.wait(job_id) == "FINISHED:ABORTED"
     deployment.wait_until(lambda: not deployment.pids(job=job_id), 30, "processes of it live on")
-    for site in SITES:
+    for site in ("NYU", "UCLA"):
         file = deployment.state(site, job_id) / "local_entries.pt"
         _, facts = load_checkpoint(file, LOCAL_ENTRIES)
         assert 0 <= facts["round"] < 499
@@ -129,7 +137,7 @@ def test_a_hospital_keeps_its_batch_norm_from_a_job_that_asks_for_it(deployment,
     """FedAvg sends batch norm; the filter in the hospitals' own privacy.json holds it back."""
     job_id = by_hand["fedavg"]
     assert deployment.wait(job_id) == "FINISHED:EXECUTION_EXCEPTION"
-    for site in SITES:
+    for site in ("NYU", "UCLA"):
         log = deployment.job_log(site, job_id)
         assert "4 of 8 entries kept at this site by its own policy 'fedbn'" in log
     assert "refused NYU: its entries do not fit the network: 4 missing" in deployment.job_log(
@@ -206,10 +214,8 @@ def strict(deployment, by_hand):
     return deployment
 
 
-@pytest.fixture(scope="module")
-def without_code(deployment, small):
-    """The documented step: a copy without app/custom."""
-    job = deployment.copy_of(small.job)
+def without_code(job):
+    """Take the documented step: the copy to submit has no app/custom."""
     shutil.rmtree(job / "app" / "custom")
     return job
 
@@ -224,9 +230,9 @@ def test_a_hospital_that_forbids_custom_code_refuses_a_job_with_it(strict, small
 
 
 @pytest.fixture(scope="module")
-def failed(strict, without_code):
+def failed(strict, of_two):
     """A job that fails at UCLA, whose log names the folder."""
-    job_id = strict.submit(without_code)
+    job_id = strict.submit(without_code(of_two()))
     status = strict.wait(job_id)
     strict.install("UCLA", strict=True)
     return job_id, status
@@ -242,10 +248,10 @@ def test_what_is_wrong_at_one_site_reaches_the_lead_without_its_folder(strict, f
 
 
 def test_the_python_api_and_a_job_without_code_give_the_same_numbers(
-    strict, failed, without_code, expected
+    strict, failed, small, expected
 ):
     with strict.session() as session:
-        job_id = session.submit_job(str(strict.copy_of(without_code)))
+        job_id = session.submit_job(str(without_code(strict.copy_of(small.job))))
         session.monitor_job(job_id, timeout=120)
         assert session.get_job_meta(job_id)["status"] == COMPLETED
         folder = Path(session.download_job_result(job_id, str(strict.folder / "by_api")))
@@ -267,33 +273,39 @@ def everything_at_the_server(deployment):
                 yield str(path), path.read_bytes()
 
 
-def test_no_subject_no_folder_and_no_batch_norm_is_at_the_server(
-    deployment, small, expected, by_hand, failed
-):
-    """Logs, storage, downloads, curves and weights, after jobs that ended well and badly."""
-    files = list(everything_at_the_server(deployment))
-    whole = b"".join(content for _, content in files)
-    assert expected.report["shared_weights_sha256"].encode() in whole, "results are among them"
-    assert b"preflight failed: site 'UCLA'" in whole, "so are logs of failures"
+@pytest.fixture(scope="module", params=["files at the server", "messages"])
+def seen(request, deployment, by_hand, failed):
+    """What is outside after jobs that ended well and badly: (name, bytes) each."""
+    if request.param == "messages":  # of every process, before TLS makes them unreadable
+        return [(path.name, path.read_bytes()) for path in deployment.frames.iterdir()]
+    return list(everything_at_the_server(deployment))
 
-    folders = [str(deployment.data), "stores with blanks", "moved away"]
-    folders += [str(deployment.kit(site)) for site in SITES]
-    subjects = [f"sub-{site}" for site in SITES]
-    for needle in [*subjects, *folders]:
-        found = [name for name, content in files if needle.encode() in content]
-        assert not found, f"{needle} in {found}"
 
-    network, partition = make_network(small.experiment)
-    assert network.state_dict()[partition.shared[0]].numpy().tobytes() not in whole
-    for entries in expected.local.values():
+def places(needle, seen):
+    return [name for name, content in seen if needle in content]
+
+
+def test_no_subject_and_no_folder_of_a_hospital_is_seen_outside(deployment, seen):
+    folders = [deployment.data, *(deployment.kit(site) for site in SITES)]
+    needles = [*map(str, folders), "stores with blanks", "moved away"]
+    for needle in [*needles, *(f"sub-{site}" for site in SITES)]:
+        assert not places(needle.encode(), seen), needle
+    assert places(b"site 'UCLA': ", seen), "a control: sentences of failures are"
+    assert places(b"subject_accuracy", seen), "and so are scores"
+
+
+def test_no_batch_norm_is_seen_outside_but_shared_weights_are(seen, small, expected):
+    for site, entries in expected.local.items():
         for name, tensor in entries.items():
             if tensor.is_floating_point():
-                assert tensor.numpy().tobytes() not in whole, name
-    weights = [expected.shared[name].numpy().tobytes() for name in partition.shared]
-    assert all(value in whole for value in weights), "a control: shared weights are found"
+                assert len(tensor.unique()) == 8, "so that its bytes stand for nothing else"
+                assert not places(tensor.numpy().tobytes(), seen), (site, name)
+    _, partition = make_network(small.experiment)
+    for name in partition.shared:
+        assert places(expected.shared[name].numpy().tobytes(), seen), name
 
 
 def test_a_site_s_own_log_does_name_what_may_not_leave(deployment, failed):
-    """A control: FLARE's default is to send this file to the server."""
+    """The control: FLARE's default is to send this file to the server."""
     job_id, _ = failed
     assert "moved away" in (deployment.kit("UCLA") / job_id / "error_log.txt").read_text()
