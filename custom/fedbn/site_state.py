@@ -9,7 +9,6 @@ that a half-written, corrupted or foreign file is an error with a name and never
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import io
 import json
@@ -393,7 +392,11 @@ def _lock(file: IO[bytes]) -> None:
 def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of this path that no living process writes any more."""
     if sys.platform != "win32":
-        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        # Without a pattern: each compiled one stays in a cache, and every round has names of its own.
+        begin = f".{path.name}."
+        for leftover in path.parent.iterdir():
+            if not (leftover.name.startswith(begin) and leftover.name.endswith(".tmp")):
+                continue
             with contextlib.suppress(OSError), leftover.open("rb") as file:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 leftover.unlink()
