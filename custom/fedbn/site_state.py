@@ -392,7 +392,7 @@ def _lock(file: IO[bytes]) -> None:
 def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of this path that no living process writes any more."""
     if sys.platform != "win32":
-        # Without a pattern: each compiled one stays in a cache, and every round has names of its own.
+        # No pattern: each compiled one stays in a cache, and every round has names of its own.
         begin = f".{path.name}."
         for leftover in path.parent.iterdir():
             if not (leftover.name.startswith(begin) and leftover.name.endswith(".tmp")):
