@@ -510,6 +510,8 @@ def make_record(outcome: Outcome) -> dict[str, Any]:
         record[AFTER_TRAINING] = _scores(outcome.after_training)
     if outcome.training_loss is not None:
         record["training_loss"] = outcome.training_loss
+    if outcome.facts is not None:
+        record["facts"] = outcome.facts
     return record
 
 

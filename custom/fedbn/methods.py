@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore
-from fedbn import baselines, evaluation
+from fedbn import baselines, evaluation, nested
 from fedbn.experiment import Federation, federate
 from fedbn.normalization import entries, load_entries, recompute_statistics
 from fedbn.operating_point import choose_threshold
 from fedbn.settings import Experiment
-from fedbn.site import Site
+from fedbn.site import Site, prepare
+from fedbn.tangent import tangent_stores
 from fedbn.training import derive_seed, train_epochs
 
 
@@ -44,6 +45,8 @@ class Outcome:
         as its local epochs of the last round left it, before the last averaging.
     training_loss
         Of such a method: the training loss of each local epoch of each round.
+    facts
+        Of a method that chooses among candidates: what it chose, and by which scores.
     """
 
     test_targets: np.ndarray
@@ -55,6 +58,7 @@ class Outcome:
     threshold: float = 0.5
     after_training: Outcome | None = None
     training_loss: list[list[float]] | None = None
+    facts: dict[str, Any] | None = None
 
 
 Runner = Callable[[Experiment, Mapping[str, SiteStore]], dict[str, Outcome]]
@@ -119,6 +123,8 @@ class Method:
         Whether it needs all sites' data in one place, which a federation exists to avoid.
     has_network
         Whether it trains the experiment's network.
+    is_nested
+        Whether it is chosen by cross-validation inside the training subjects.
     """
 
     name: str
@@ -129,6 +135,7 @@ class Method:
     in_flare: bool = True
     needs_pooled_data: bool = False
     has_network: bool = True
+    is_nested: bool = False
 
     def experiment(self, experiment: Experiment) -> Experiment:
         """Return the experiment changed into this method's."""
@@ -143,6 +150,23 @@ class Method:
                 **self.changes,
             }
         )
+
+
+class ChosenMethod(Method):
+    """The method that is chosen from a file of candidates."""
+
+    def experiment(self, experiment: Experiment) -> Experiment:
+        """Return the experiment, named by the candidates: others are another method.
+
+        Raises
+        ------
+        ValueError
+            If the file of candidates cannot be used.
+        """
+        protocol = nested.read_protocol(nested.candidates_file())
+        nested.check_protocol(protocol, experiment, method)
+        named = super().experiment(experiment)
+        return named.changed(name=f"{self.name} {protocol.digest}")
 
 
 def method(name: str) -> Method:
@@ -255,6 +279,75 @@ def run_linear(
                 site, score(site.test_inputs), score(site.training_data[0])
             )
     return outcomes
+
+
+def run_federated_ridge(
+    experiment: Experiment, stores: Mapping[str, SiteStore]
+) -> dict[str, Outcome]:
+    """Fit one ridge regression over all sites by sums over their samples; no sample leaves a site.
+
+    Parameters are those of :func:`run_linear`.
+    """
+    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
+    samples = [
+        baselines.SiteSamples(
+            site.training_data[0].cpu(),
+            site.training_data[1].cpu().numpy(),
+            _training_participants(site),
+        )
+        for site in sites
+    ]
+    score = baselines.fit_federated_ridge(samples, experiment.seed)
+    return {
+        site.name: _outcome(site, score(site.test_inputs), score(site.training_data[0]))
+        for site in sites
+    }
+
+
+def run_on_tangent(
+    experiment: Experiment,
+    stores: Mapping[str, SiteStore],
+    *,
+    run: Runner,
+    together: bool = True,
+) -> dict[str, Outcome]:
+    """Run a method on connectomes in the tangent space of the training subjects' mean.
+
+    Parameters
+    ----------
+    experiment
+        Its split decides the training subjects.
+    stores
+        Site name to a store of correlations, for every site of the experiment.
+    run
+        The method.
+    together
+        One reference of all sites' training subjects, the same as if their matrices were in one
+        place; otherwise each site has its own.
+    """
+    unscaled = experiment.changed(standardization="none")
+    rows = {
+        name: prepare(name, stores[name], unscaled).train_rows.numpy() for name in experiment.sites
+    }
+    given: dict[str, SiteStore] = {}
+    for group in [tuple(rows)] if together else [(name,) for name in rows]:
+        given |= tangent_stores({name: stores[name] for name in group}, rows)
+    return run(experiment, given)
+
+
+def run_chosen(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+    """Run the candidate that inner cross-validation on the training subjects chooses."""
+    protocol = nested.read_protocol(nested.candidates_file())
+    return nested.run_nested(experiment, stores, protocol=protocol, lookup=method)
+
+
+def run_with_inner_thresholds(
+    experiment: Experiment, stores: Mapping[str, SiteStore], *, name: str
+) -> dict[str, Outcome]:
+    """Run a method; each site chooses its threshold on inner cross-validation's scores."""
+    only = nested.Candidate(name=name, members=(nested.Member(method=name),), threshold="accuracy")
+    protocol = nested.Protocol(candidates=(only,))
+    return nested.run_nested(experiment, stores, protocol=protocol, lookup=method)
 
 
 def run_singleset(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
@@ -382,6 +475,48 @@ METHODS: dict[str, Method] = {
             in_flare=False,
         ),
         Method(
+            "fedavg_threshold_cv",
+            "FedAvg + inner threshold",
+            partial(run_with_inner_thresholds, name="fedavg"),
+            {"policy": "none"},
+            in_flare=False,
+            is_nested=True,
+        ),
+        Method(
+            "fedbn_tangent",
+            "FedBN, tangent",
+            partial(run_on_tangent, run=run_federated),
+            {"policy": "fedbn"},
+            in_flare=False,
+        ),
+        *(
+            Method(
+                name,
+                title,
+                run,
+                {"policy": "none", "standardization": "none"},
+                in_flare=False,
+                has_network=False,
+            )
+            for name, title, run in (
+                ("ridge_federated", "ridge, federated", run_federated_ridge),
+                (
+                    "ridge_federated_tangent",
+                    "ridge, federated, tangent",
+                    partial(run_on_tangent, run=run_federated_ridge),
+                ),
+            )
+        ),
+        ChosenMethod(
+            "nested",
+            "chosen by nested CV",
+            run_chosen,
+            {"policy": "none"},
+            in_flare=False,
+            has_network=False,
+            is_nested=True,
+        ),
+        Method(
             "pooled",
             "pooled",
             run_pooled,
@@ -403,6 +538,25 @@ METHODS: dict[str, Method] = {
                 ("ridge", "ridge, pooled", baselines.fit_ridge, True),
                 ("logistic", "logistic, pooled", baselines.fit_logistic, True),
                 ("ridge_single", "ridge, alone", baselines.fit_ridge, False),
+            )
+        ),
+        *(
+            Method(
+                name,
+                title,
+                partial(
+                    run_on_tangent,
+                    run=partial(run_linear, fit=baselines.fit_logistic, together=together),
+                    together=together,
+                ),
+                {"policy": "none", "standardization": "none"},
+                in_flare=False,
+                needs_pooled_data=together,
+                has_network=False,
+            )
+            for name, title, together in (
+                ("tangent", "logistic on tangent, pooled", True),
+                ("tangent_single", "logistic on tangent, alone", False),
             )
         ),
     )
