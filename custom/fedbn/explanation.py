@@ -1,10 +1,10 @@
 """Which connections a federation's networks look at, at each site and over all, and how steadily.
 
-A trained network always has edges that weigh most. Whether another training on a little other data
-would find the same ones is a second question, and without its answer the first says nothing. So the
-experiment is run once for each fold, and the same again with the diagnoses of each site's subjects
-permuted: folds share most of their training subjects, and all networks begin with the same weights,
-so that edges agree between folds even where there is nothing to be found.
+A trained network always has edges that weigh most. Whether another training, on a little other
+data and from other initial weights, would find the same ones is a second question, and without its
+answer the first says nothing. So the experiment is run once for each fold, each time from initial
+weights of its own, and the same again with the diagnoses of each site's subjects permuted: any two
+folds share most of their training subjects, so that edges agree even where nothing is to be found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.site_store import SiteStore
+from data_prep.site_store import SiteStore, assign_folds
 from fedbn.attribution import integrated_gradients
 from fedbn.experiment import federate
 from fedbn.results import versions
@@ -142,6 +142,10 @@ def explain(
 ) -> Explanation:
     """Train the experiment once a fold, and the same with permuted diagnoses, and weigh the edges.
 
+    The folds are those of the experiment's seed. The initial weights and the order of batches of
+    fold `k` are those of ``seed + k``: from the same weights two networks look at the same edges
+    for no other reason.
+
     Parameters
     ----------
     experiment
@@ -191,11 +195,31 @@ def _over_folds(
     experiment: Experiment, stores: Mapping[str, SiteStore], told: Callable[[], None]
 ) -> list[dict[str, EdgeWeights]]:
     of_folds = []
+    stores = {name: _with_folds(store, experiment) for name, store in stores.items()}
     for fold in range(experiment.n_folds):
-        federation = federate(experiment.changed(fold=fold), stores, score_rounds=False)
+        changed = experiment.changed(fold=fold, seed=experiment.seed + fold)
+        federation = federate(changed, stores, score_rounds=False)
         of_folds.append({name: edge_weights(federation.load(name)) for name in federation.sites})
         told()
     return of_folds
+
+
+def _with_folds(store: SiteStore, experiment: Experiment) -> SiteStore:
+    """Fix the folds of the experiment's seed, where the store has not fixed its own."""
+    if any(participant.fold is not None for participant in store.participants):
+        return store
+    folds = assign_folds(
+        [participant.participant_id for participant in store.participants],
+        [participant.diagnosis for participant in store.participants],
+        experiment.n_folds,
+        experiment.seed,
+        site=store.site,
+    )
+    participants = zip(store.participants, folds.tolist(), strict=True)
+    return replace(
+        store,
+        participants=tuple(replace(participant, fold=fold) for participant, fold in participants),
+    )
 
 
 def _permuted(

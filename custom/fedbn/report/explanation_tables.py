@@ -34,8 +34,8 @@ def edge_table(explanation: Explanation, n: int = N_SHOWN, n_top: int = N_TOP) -
         f"among the {n_top} strongest. Apart: what the edge adds to the\ndifference of held-out "
         "patients and controls; below zero it misleads.",
     )
-    table.add_column("region", no_wrap=True)
-    table.add_column("region", no_wrap=True)
+    table.add_column("region", max_width=40)
+    table.add_column("region", max_width=40)
     for heading in ("all sites", *sites, "top", "apart"):
         table.add_column(heading, justify="right", no_wrap=True)
     for edge in edges.strongest(mean[SHARED], len(explanation.rois), n):
