@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
 import shutil
 import sys
@@ -283,6 +285,41 @@ def test_a_state_that_is_older_than_what_the_server_accepted_is_refused(
     for accepted in ({"NYU": 0, "UM": 1}, {"UM": 1}, ["NYU"], {"NYU": "1"}):  # it was absent
         report, _ = client.ask(purpose, shared, 2, prepared=["NYU"], accepted=accepted)
         assert "error" not in report
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_full_disk_costs_the_contribution_and_leaves_the_older_state_whole(
+    make_client, experiment, shared, monkeypatch, nth
+):
+    """Where the older entries are copied, where the new ones or the predictions are written."""
+    client = make_client(experiment())
+    client.ask("preflight")
+    client.ask("train", shared, 0, prepared=["NYU"])
+    before, _ = kept(client)
+    good, calls = os.replace, []
+
+    def full_at_last(*arguments):
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return good(*arguments)
+
+    monkeypatch.setattr(os, "replace", full_at_last)
+    report, answer = client.ask("train", shared, 1, prepared=["NYU"], accepted={"NYU": 0})
+    monkeypatch.undo()
+    name = ("local_entries_before.pt", "local_entries.pt", "round_000001.npz")[nth - 1]
+    assert report["error"] == (
+        f"site 'NYU': cannot write {name}: No space left on device; free disk space or make the "
+        "folder writable (an older file is unchanged)"
+    )
+    assert answer.params is None
+    if nth < 3:
+        assert same(kept(client)[0], before)
+    client.restart()
+    for number in (1, 2):  # the same task again, then the next
+        report, _ = client.ask("train", shared, number, prepared=["NYU"], accepted={"NYU": 0})
+        assert "error" not in report
+    assert int(kept(client)[0]["hidden.0.norm.num_batches_tracked"]) == 18
 
 
 def test_a_store_that_changes_during_the_job_is_refused(

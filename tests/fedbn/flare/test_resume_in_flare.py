@@ -109,10 +109,7 @@ def never_interrupted(experiment, data_root, **changes):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("fedbn", "scaffold") else pytest.mark.slow)
-        for name in ALGORITHMS
-    ],
+    [pytest.param(name, marks=[] if name == "fedbn" else pytest.mark.slow) for name in ALGORITHMS],
 )
 def test_a_continued_run_has_the_bits_of_one_that_was_never_interrupted(
     interrupted, continued, experiment, data_root, tmp_path, name
@@ -146,6 +143,7 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_interrupted(
     assert found["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_a_second_time_and_a_site_that_missed_the_second_job_goes_on(
     interrupted, continued, experiment, data_root, tmp_path, make_workflow
 ):
@@ -178,6 +176,7 @@ def test_a_run_is_continued_a_second_time_and_a_site_that_missed_the_second_job_
     assert int(local[COUNTER]) == 2 * steps[0], "trained in rounds 0 and 3"
 
 
+@pytest.mark.slow
 def test_a_site_that_was_absent_goes_on_from_its_latest_round_and_it_is_said(
     interrupted, continued, tmp_path
 ):
@@ -252,6 +251,7 @@ def test_a_store_that_has_changed_ends_the_continued_job(
     assert "site 'UM': the store has changed since the run that is continued" in panic
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_server_at_the_end_is_only_scored(
     make_workflow, continued, experiment, data_root
 ):
@@ -298,6 +298,7 @@ def test_a_job_that_continues_without_a_file_ends_with_what_to_do(make_context, 
     assert "no initial_weights to go on from; make the job with `fedbn resume`" in panic
 
 
+@pytest.mark.slow
 def test_a_warm_start_shares_weights_and_begins_everything_else_anew(
     interrupted, make_workflow, tmp_path
 ):
