@@ -142,6 +142,20 @@ def test_the_method_builds_on_normalization_alone(name, may_import):
     assert modules <= may_import
 
 
+@pytest.mark.parametrize(
+    ("name", "callers"),
+    [
+        ("adaptation", ("unseen", "explanation", "experiment", "methods", "report", "flare")),
+        ("unseen", ("report", "flare")),
+        ("explanation", ("report", "flare")),
+        ("attribution", ("site", "experiment", "explanation", "report", "flare")),
+    ],
+)
+def test_what_is_built_on_a_run_imports_none_of_its_callers(name, callers):
+    names = imported(FEDBN / f"{name}.py")
+    assert [taken for caller in callers for taken in takes(names, f"fedbn.{caller}")] == []
+
+
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
