@@ -447,6 +447,114 @@ def resume(
         )
 
 
+@app.command()
+def export(
+    run_folder: Annotated[
+        Path,
+        typer.Option("--run", help="The site's FLARE workspace, or its folder of one job."),
+    ],
+    site: Annotated[str, typer.Option(help="The site's name in the job.")],
+    out: Annotated[Path, typer.Option(help="Folder of the bundle; an older bundle is replaced.")],
+    data: DataRoot = None,
+    finetuned: Annotated[
+        bool, typer.Option("--finetuned", help="The model after fine-tuning at the site.")
+    ] = False,
+) -> None:
+    """Make a site's own model, with its own batch norm, into a MONAI bundle that can predict."""
+    with _one_sentence():
+        import torch
+
+        from data_prep.site_store import StoreError
+        from fedbn.bundle import export_bundle
+        from fedbn.kept_model import find_kept_model, read_own_store, site_facts
+        from fedbn.site_network import NOTICE
+
+        torch.set_num_threads(1)
+        store = read_own_store(data or default_data_root(), site, required=data is not None)
+        kept = find_kept_model(run_folder, site, finetuned=finetuned, store=store)
+        try:
+            facts = site_facts(kept, run_folder, store)
+        except StoreError as error:
+            if data is not None:
+                raise
+            typer.echo(f"without the store: {error}", err=True)
+            facts = site_facts(kept, run_folder, None)
+        _, compiled = export_bundle(kept, facts, out)
+        typer.echo(f"{out}: the model of site {site}, from {kept.origin}")
+        checked = "models/model.pt and models/model.ts" if compiled else "models/model.pt"
+        typer.echo(f"{checked} give the logits of the kept model to within 1e-5")
+        if facts.scores is not None:
+            of_subject = facts.scores["subject"]
+            typer.echo(
+                f"held-out subjects: {of_subject['n']}, accuracy "
+                f"{100 * (of_subject['accuracy'] or 0):.1f} %"
+            )
+        if facts.distances is None:
+            typer.echo(
+                "exported without the site's store (--data): the bundle cannot warn of scans "
+                "unlike those of the training"
+            )
+        typer.echo("It holds the site's own batch norm: it stays at the site.")
+        typer.echo(NOTICE)
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Option(help="A bundle, as from `fedbn export`.")],
+    inputs: Annotated[
+        list[Path],
+        typer.Option(
+            "--input",
+            help="ROI time series (.1D, .tsv, .csv), a functional scan (.nii.gz), or a site store; "
+            "more may follow.",
+        ),
+    ],
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="[INPUT]...", help="More of them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the tables and pictures; else only the screen.")
+    ] = None,
+    atlas: Annotated[Path | None, typer.Option(help="Label map, for functional scans.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Table of the label map's regions.")] = None,
+    tr: Annotated[
+        float | None, typer.Option(help="Repetition time in seconds, where no file states it.")
+    ] = None,
+    pictures: Annotated[int, typer.Option(help="Draw at most so many scans.", min=0)] = 10,
+) -> None:
+    """Ask a site's own model about scans: probabilities, what spoke for them, and warnings."""
+    with _one_sentence():
+        import torch
+
+        from fedbn import prediction
+        from fedbn.report.prediction_tables import prediction_lines, prediction_table
+
+        torch.set_num_threads(1)  # many small products: more threads only wait for each other
+        if (atlas is None) != (labels is None):
+            raise ValueError("--atlas and --labels are given together: a label map and its table")
+        files = prediction.AtlasFiles(atlas, labels, tr) if atlas and labels else None
+        with _progress() as progress:
+            task = progress.add_task("scans", total=None)
+            bundle, predictions = prediction.predict_files(
+                model, [*inputs, *(more or [])], files, on_scan=lambda: progress.advance(task)
+            )
+        screen.print(prediction_table(bundle, predictions))
+        for line in prediction_lines(bundle, predictions):
+            typer.echo(line)
+        if out is not None:
+            with _progress() as progress:
+                total = min(pictures, len(predictions))
+                task = progress.add_task("pictures", total=total)
+                prediction.write_predictions(
+                    bundle,
+                    predictions,
+                    out,
+                    pictures=pictures,
+                    on_picture=lambda: progress.advance(task),
+                )
+            typer.echo(f"{out}: predictions.tsv, windows.tsv, connections.tsv, {total} pictures")
+
+
 def _check_writable(out: Path) -> None:
     """Find out before a run, not after it, that its results have no place."""
     if out.is_dir():

@@ -1,12 +1,15 @@
-"""A hospital's startup kit as `nvflare provision` makes it, with keys that are quick to make."""
+"""A hospital's startup kit as `nvflare provision` makes it; a small finished run at two sites."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from nvflare.lighter.utils import (
@@ -15,6 +18,20 @@ from nvflare.lighter.utils import (
     serialize_cert,
     serialize_pri_key,
     sign_folders,
+)
+
+from data_prep.connectome import correlation_connectomes
+from data_prep.site_store import Participant, read_site_store, write_site_store
+from fedbn.experiment import federate
+from fedbn.normalization import entries
+from fedbn.results import run_report, site_report
+from fedbn.settings import Experiment
+from fedbn.site_state import (
+    SHARED_WEIGHTS,
+    SiteState,
+    network_fingerprint,
+    save_checkpoint,
+    write_json,
 )
 
 PRIVACY = Path(__file__).parents[2] / "sites" / "hospital" / "privacy.json"
@@ -114,3 +131,135 @@ def make_kit(project, tmp_path):
         return project.write_kit(tmp_path / name, **arguments)
 
     return make
+
+
+# ---------------------------------------------------------------------------- a small finished run
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What two sites and a server have on their disks after a run, and the series it came from."""
+
+    workspace: Path
+    data: Path
+    experiment: Experiment
+    series: dict[str, dict[str, np.ndarray]]
+    results: dict[str, Any]
+
+    def folder(self, site):
+        (folder,) = self.workspace.rglob(f"a_job/{site}")
+        return folder
+
+    def write_series(self, path, subject, *, order=None, rois=None, keep=None, separator=" "):
+        """Write a subject's ROI time series with its ids as a header."""
+        site = subject[4:6]
+        series = self.series["NYU" if site == "NY" else "UM"][subject][:keep]
+        ids = [f"{10 + k}" for k in range(series.shape[1])] if rois is None else rois
+        order = np.arange(len(ids)) if order is None else order
+        mark = "#" if separator == " " else ""
+        lines = [separator.join(f"{mark}{ids[k]}" for k in order)]
+        lines += [separator.join(f"{value:.9f}" for value in row[order]) for row in series]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+
+N_ROIS = 8
+
+
+def series_of(rng, autism):
+    """A scan of 60 volumes in which patients have stronger links between the first regions."""
+    series = rng.standard_normal((60, N_ROIS))
+    series[:, :4] += (1.2 if autism else 0.5) * rng.standard_normal((60, 1))
+    return 100 + series
+
+
+def write_series_store(folder, site, rng, n_subjects=20, **description):
+    """Write a store whose connectomes come from ROI time series; return these."""
+    ids = [f"sub-{site[:2]}{k:02d}" for k in range(n_subjects)]
+    series = {name: series_of(rng, k % 2 == 0) for k, name in enumerate(ids)}
+    settings = {"kind": "correlation", "estimator": "ledoit-wolf", "window": 20, "stride": 20}
+    made = [
+        correlation_connectomes(one, window=20, stride=20, negative="keep")
+        for one in series.values()
+    ]
+    write_site_store(
+        folder,
+        site=site,
+        participants=[
+            Participant(name, ("autism", "control")[k % 2], 10.0, "F", site, 60, 3)
+            for k, name in enumerate(ids)
+        ],
+        rois=[(str(10 + k), f"region {k}") for k in range(N_ROIS)],
+        window_starts=[[0, 20, 40]] * n_subjects,
+        connectomes=np.concatenate(made),
+        description={
+            "atlas": "eight regions",
+            "synthetic": False,
+            "connectome": settings | {"negative": "keep"},
+            "quality_rule": {"silent_rois": "exclude"},
+        }
+        | description,
+    )
+    return series
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("finished_run")
+    rng = np.random.default_rng(0)
+    experiment = Experiment(
+        name="small",
+        sites=("NYU", "UM"),
+        network={"args": {"in_features": N_ROIS * (N_ROIS - 1) // 2, "hidden": [8]}},
+        rounds=3,
+        training={"batch_size": 16, "local_epochs": 4, "learning_rate": 0.02},
+        n_folds=4,
+        compare_with_alone=False,
+    )
+    series = {s: write_series_store(root / "data" / s, s, rng) for s in experiment.sites}
+    stores = {site: read_site_store(root / "data" / site) for site in experiment.sites}
+    federation = federate(experiment, stores)
+    reports = {}
+    for number, name in enumerate(experiment.sites, start=1):
+        site = federation.load(name)
+        reports[name] = site_report(
+            site,
+            site.evaluate(federation.shared, federation.local[name]),
+            None,
+            federation.predictions[name],
+        )
+        state = SiteState.under(
+            root / "workspace" / f"site-{number}" / "fedbn_sites",
+            job="a_job",
+            site=name,
+            network=network_fingerprint(experiment.network.name, site.network.state_dict()),
+        )
+        state.save_preparation(site.preparation.tensors(), site.preparation.facts)
+        state.save_local(federation.local[name], 2)
+        state.save_model(
+            {
+                **entries(site.network, tuple(site.network.state_dict())),
+                "standardization.mean": site.preparation.mean,
+                "standardization.std": site.preparation.std,
+            },
+            {
+                "network": experiment.network.model_dump(),
+                "policy": experiment.policy,
+                "local entries": list(site.partition.local),
+                "classes": ["control", "autism"],
+                "signature": site.store.signature(),
+            },
+        )
+    server = root / "workspace" / "server" / "a_job"
+    results = run_report(experiment, reports, [], federation.shared, job="a_job")
+    write_json(server / "results.json", results)
+    facts = {"job": "a_job", "network": experiment.network.model_dump(), "policy": "fedbn"}
+    save_checkpoint(
+        server / "app_server" / "FL_global_model.pt", SHARED_WEIGHTS, federation.shared, facts
+    )
+    return FinishedRun(root / "workspace", root / "data", experiment, series, results)
+
+
+@pytest.fixture(scope="session")
+def make_series_store():
+    return write_series_store

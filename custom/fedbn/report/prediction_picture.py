@@ -1,0 +1,131 @@
+"""One scan's prediction as a picture: which connections spoke for it, by name and on a brain.
+
+Attribution is by integrated gradients (see :mod:`fedbn.attribution`) against the site's mean
+training subject, in log odds. The picture says how much of the whole it draws.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedbn.bundle import Bundle
+from fedbn.prediction import Prediction, strongest
+from fedbn.report.edges import Edge, coordinates, located
+from fedbn.report.figures import COLOURS, GREY, figure_png
+from fedbn.report.tables import SYNTHETIC
+from fedbn.site_network import NOTICE
+
+N_BARS = 15
+FOR_AUTISM, FOR_CONTROL = COLOURS[1], COLOURS[0]
+_NAME_WIDTH = 34
+
+
+def prediction_picture(bundle: Bundle, prediction: Prediction) -> bytes:
+    """Draw the connections that spoke most for or against autism, and return a PNG.
+
+    Bars are drawn for all of them; on the brain are those whose regions both have coordinates, and
+    without any the brain is left out.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    first, second = np.triu_indices(len(bundle.rois), k=1)
+    edges = [
+        Edge(int(first[k]), int(second[k]), float(prediction.attribution[k]))
+        for k in strongest(prediction, N_BARS)
+    ]
+    on_brain, _ = located(edges, bundle.rois)
+    figure = Figure(figsize=(10, 6.4) if on_brain else (7.6, 6.4))
+    FigureCanvasAgg(figure)
+    # Left of the axes is room for two names of regions; below is room for what the bars mean.
+    bars = figure.add_axes((0.43, 0.24, 0.2, 0.58) if on_brain else (0.57, 0.24, 0.38, 0.58))
+    _draw_bars(bars, bundle, edges)
+    if on_brain:
+        _draw_brain(figure, bundle, on_brain)
+    _write_words(figure, bundle, prediction, edges)
+    return figure_png(figure)
+
+
+def _draw_bars(axes: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
+    names = [f"{_name(bundle, edge.first)} | {_name(bundle, edge.second)}" for edge in edges]
+    values = [edge.weight for edge in edges]
+    colours = [FOR_AUTISM if value > 0 else FOR_CONTROL for value in values]
+    hatches = ["" if value > 0 else "////" for value in values]
+    drawn = axes.barh(range(len(edges)), values, color=colours, height=0.72, edgecolor="white")
+    for bar, hatch in zip(drawn, hatches, strict=True):
+        bar.set_hatch(hatch)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks(range(len(edges)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=8)
+    axes.locator_params(axis="x", nbins=4)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("← control      autism →\nadded log odds", fontsize=8)
+
+
+def _name(bundle: Bundle, node: int) -> str:
+    roi_id, name = bundle.rois[node]
+    return textwrap.shorten(name or roi_id, _NAME_WIDTH, placeholder="…")
+
+
+def _draw_brain(figure: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from nilearn.plotting import plot_connectome
+
+    nodes = sorted({node for edge in edges for node in (edge.first, edge.second)})
+    place = {node: k for k, node in enumerate(nodes)}
+    matrix = np.zeros((len(nodes), len(nodes)))
+    for edge in edges:
+        a, b = place[edge.first], place[edge.second]
+        matrix[a, b] = matrix[b, a] = edge.weight
+    top = float(np.abs(matrix).max())
+    plot_connectome(
+        matrix,
+        np.array([coordinates()[bundle.rois[node]] for node in nodes]),
+        figure=figure,
+        axes=(0.65, 0.26, 0.34, 0.54),
+        display_mode="z",
+        node_color="#333333",
+        node_size=16,
+        edge_cmap=LinearSegmentedColormap.from_list("verdict", [FOR_CONTROL, "white", FOR_AUTISM]),
+        edge_vmin=-top,
+        edge_vmax=top,
+        annotate=True,
+    )
+
+
+def _write_words(
+    figure: Any, bundle: Bundle, prediction: Prediction, edges: Sequence[Edge]
+) -> None:
+    windows = prediction.window_probability
+    title = f"{prediction.scan.name}: probability of autism {prediction.probability:.2f}"
+    if len(windows) > 1:
+        title += f" (its {len(windows)} windows {windows.min():.2f} to {windows.max():.2f})"
+    figure.text(0.02, 0.955, title, fontsize=11, fontweight="bold")
+    lines = [f"Model of site {bundle.site}, job {bundle.facts['job']}."]
+    lines += [f"Warning: {sentence}." for sentence in prediction.scan.warnings]
+    figure.text(
+        0.02,
+        0.94,
+        "\n".join(line for text in lines for line in textwrap.wrap(text, 125)[:2]),
+        fontsize=8,
+        va="top",
+        color="#8a4b00" if prediction.scan.warnings else "black",
+    )
+    drawn = sum(edge.weight for edge in edges)
+    whole = prediction.log_odds - prediction.baseline_log_odds
+    explanation = (
+        f"What each of the {len(edges)} strongest connections adds to the log odds of autism, "
+        f"against the mean training subject of {bundle.site}: integrated gradients (Sundararajan "
+        f"et al., 2017), mean over windows. These add up to {drawn:+.2f}; all "
+        f"{len(prediction.attribution)} connections to {whole:+.2f} (log odds "
+        f"{prediction.log_odds:+.2f}, of the mean training subject "
+        f"{prediction.baseline_log_odds:+.2f}). It explains this model, not the subject."
+    )
+    figure.text(0.02, 0.085, textwrap.fill(explanation, 150), fontsize=7.5, va="bottom")
+    synthetic = f"{SYNTHETIC.strip()}. " if bundle.signature.get("synthetic") else ""
+    figure.text(0.02, 0.03, synthetic + NOTICE, fontsize=10, fontweight="bold", color="#8a4b00")
