@@ -22,6 +22,7 @@ import os
 import signal
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -620,7 +621,7 @@ def summarise(
         reference, from :mod:`fedbn.paired`. ``"calibration"``: method and site, over the held-out
         subjects of all folds of a seed, mean over seeds. ``"after_training"``: of federated methods
         the same as ``"scores"``, for the sites' networks after their last local epochs.
-        ``"convergence"``: see :func:`convergence`.
+        ``"convergence"``: see :func:`convergence`. ``"choices"``: see :func:`choices`.
     """
     sites = list(plan.experiment.sites)
     table = _Table(plan, [row for row in rows if row["when"] != AFTER_TRAINING])
@@ -677,8 +678,19 @@ def summarise(
                 name: {site: _calibration(plan, records, name, site) for site in sites}
                 for name in plan.methods
             },
+            "choices": choices(records),
         }
     )
+
+
+def choices(records: Mapping[Run, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Count how often each candidate was chosen: method and candidate to runs, most often first."""
+    counts: dict[str, Counter[str]] = {}
+    for run, record in records.items():
+        facts = next(iter(record["sites"].values())).get("facts")
+        if facts is not None:
+            counts.setdefault(run.method, Counter())[facts["chosen"]] += 1
+    return {name: dict(counts[name].most_common()) for name in sorted(counts)}
 
 
 class _Table:

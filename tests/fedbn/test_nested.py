@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn.comparison import make_record, plan_comparison
+from fedbn.comparison import Run, choices, make_record, plan_comparison
 from fedbn.experiment import read_stores
 from fedbn.methods import METHODS, Outcome, method
 from fedbn.nested import (
@@ -27,6 +27,7 @@ from fedbn.nested import (
     threshold_by,
     training_store,
 )
+from fedbn.report.comparison_tables import difference_sentences
 from fedbn.settings import ExperimentError
 from fedbn.site import prepare
 
@@ -369,3 +370,23 @@ def test_the_choice_is_kept_with_the_run(stores, outer):
     assert record["facts"] == outcomes["UM"].facts
     assert record["facts"]["chosen"] in ("ridge_federated", "fedbn")
     assert record["threshold"] == outcomes["UM"].threshold
+
+
+def test_choices_are_counted_and_told():
+    taken = {"nested": ["a", "b", "b"], "fedavg_threshold_cv": ["fedavg"] * 3, "fedbn": [None] * 3}
+    records = {
+        Run(name, 0, fold): {"sites": {"UM": {"facts": {"chosen": one}} if one else {}}}
+        for name, of_method in taken.items()
+        for fold, one in enumerate(of_method)
+    }
+    counts = choices(records)
+    assert counts == {"fedavg_threshold_cv": {"fedavg": 3}, "nested": {"b": 2, "a": 1}}
+    summary = {
+        "reference": "nested",
+        "methods": {name: {"title": METHODS[name].title} for name in taken},
+        "differences": {},
+        "choices": counts,
+    }
+    assert difference_sentences(summary) == [
+        "chosen by nested CV: of 3 runs it took b 2 times, a once."
+    ]

@@ -201,7 +201,7 @@ def loss_rule(summary: Mapping[str, Any]) -> str:
 
 
 def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
-    """Say for each method in one sentence what its macro accuracy by subject shows."""
+    """Say for each method what its macro accuracy by subject shows, and what was chosen."""
     reference = summary["methods"][summary["reference"]]["title"]
     sentences = []
     for name, scopes in summary["differences"].items():
@@ -221,6 +221,14 @@ def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
                 f"{title} against {reference}: {paired.NOT_SHOWN} "
                 f"({points(one['mean'])} points, {span} holds zero)."
             )
+    for name, counts in summary.get("choices", {}).items():
+        if len(counts) > 1:
+            taken = ", ".join(
+                f"{candidate} {'once' if n == 1 else f'{n} times'}"
+                for candidate, n in counts.items()
+            )
+            title = summary["methods"][name]["title"]
+            sentences.append(f"{title}: of {sum(counts.values())} runs it took {taken}.")
     return sentences
 
 
