@@ -587,7 +587,7 @@ def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommend
     Raises
     ------
     UnseenError
-        If the evidence is of another network or standardisation.
+        If the evidence is of another network or standardisation, or of made-up subjects.
     """
     if evidence is None:
         name = default_start(run)
@@ -599,7 +599,7 @@ def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommend
         if run.experiment.policy == "fedbn" and run.affine is None:
             said.append(f"gamma is 1 and beta 0 at the start: {run.no_affine}")
         return Recommendation(name, tuple(said))
-    _check_evidence(run, evidence)
+    reservations = _check_evidence(run, evidence)
     accuracy = {
         name: evidence["scores"][name][MACRO]["accuracy"]["mean"]
         for name, start in STARTS.items()
@@ -628,7 +628,7 @@ def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommend
             )
         else:
             said.append(f"it cannot be built: {run.no_affine}; {STARTS[chosen].title!r} was built")
-    return Recommendation(built, tuple(said))
+    return Recommendation(built, (*said, *reservations))
 
 
 def _told(evidence: Mapping[str, Any], name: str, other: str) -> str:
@@ -644,7 +644,8 @@ def _told(evidence: Mapping[str, Any], name: str, other: str) -> str:
     )
 
 
-def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> None:
+def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
+    """Refuse evidence that says nothing of the run; say in what else it is another."""
     there, here = evidence["experiment"], run.experiment.model_dump(mode="json")
     for name in ("network", "standardization"):
         if there.get(name) != here[name]:
@@ -652,3 +653,13 @@ def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> None:
                 f"the evidence is of another {name} ({there.get(name)}) than the run's "
                 f"({here[name]}); run `fedbn unseen` with the run's own experiment"
             )
+    if evidence.get("synthetic") and run.signature and not run.signature.get("synthetic"):
+        raise UnseenError(
+            "the evidence is of a synthetic cohort and the run's sites are real; run "
+            "`fedbn unseen` on scans of patients"
+        )
+    here["sites"] = sorted(here["sites"])
+    here["training"] = {**here["training"], "proximal_mu": 0.0}  # as the evidence has it
+    names = ("sites", "rounds", "training", "aggregation_weights")
+    other = [name for name in names if there.get(name) != here[name]]
+    return [f"mind that the evidence was made with other {' and '.join(other)}"] if other else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -349,11 +350,23 @@ def test_without_evidence_the_start_goes_by_its_name_and_says_so(run_of):
     assert "not what was found best" in found.sentences[0]
 
 
+def test_evidence_of_other_settings_is_taken_and_the_difference_told(evidence, run_of, settings):
+    assert not any("mind that" in s for s in recommend(run_of(), evidence()).sentences)
+    longer = dataclasses.replace(run_of(), experiment=settings.changed(rounds=9, sites=("UM", "A")))
+    told = recommend(longer, evidence()).sentences[-1]
+    assert told == "mind that the evidence was made with other sites and rounds"
+
+
 def test_evidence_of_another_network_says_nothing(evidence, run_of, tmp_path, finished):
     numbers = evidence()
     numbers["experiment"]["network"]["args"]["hidden"] = [99]
     with pytest.raises(UnseenError, match="evidence is of another network"):
         recommend(run_of(), numbers)
+    made_up = {**evidence(), "synthetic": True}
+    real = dataclasses.replace(run_of(), signature={"synthetic": False})
+    with pytest.raises(UnseenError, match="of a synthetic cohort and the run's sites are real"):
+        recommend(real, made_up)
+    assert recommend(run_of(), made_up)
     assert read_evidence(finished[0]) == finished[1]
     (tmp_path / "unseen.json").write_text("{}")
     with pytest.raises(UnseenError, match="no summary of `fedbn unseen`"):
