@@ -19,9 +19,12 @@ from fedbn import evaluation, paired
 from fedbn.__main__ import app
 from fedbn.adaptation import STARTS, FinishedRun
 from fedbn.experiment import federate, read_stores
+from fedbn.normalization import entries
 from fedbn.report.tables import render
 from fedbn.report.unseen_tables import unseen_tables, width
-from fedbn.site import Site
+from fedbn.resume import SAVED_FILE
+from fedbn.site import Site, make_network
+from fedbn.site_state import SHARED_WEIGHTS, save_checkpoint
 from fedbn.unseen import (
     LABELLED_SUBJECTS,
     MACRO,
@@ -348,6 +351,26 @@ def test_without_evidence_the_start_goes_by_its_name_and_says_so(run_of):
     found = recommend(run_of(), None)
     assert found.start == "fedbn_affine"
     assert "not what was found best" in found.sentences[0]
+
+
+def test_adapt_builds_what_the_evidence_says(finished, settings, root, tmp_path):
+    out, summary = finished
+    experiment = settings.changed(sites=SITES[:2])
+    network, partition = make_network(experiment)
+    facts = {"job": "a-job", "experiment": experiment.model_dump(mode="json"), "round": 1}
+    shared = entries(network, partition.shared)
+    save_checkpoint(tmp_path / "run" / SAVED_FILE, SHARED_WEIGHTS, shared, facts)
+    arguments = ["--run", tmp_path / "run", "--data", root / "USM", "--out", tmp_path / "new"]
+    done = invoke("adapt", *arguments, "--evidence", out)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "new" / "adaptation.json").read_text())
+    can = {
+        name: summary["scores"][name][MACRO]["accuracy"]["mean"]
+        for name in ("fedbn_default", "fedbn_statistics")
+    }
+    assert can[report["start"]] == max(can.values())
+    assert "on 3 hospitals left out one at a time, 2 seeds" in report["why"]
+    assert report["why"].split(". ")[0] in " ".join(done.stdout.splitlines())
 
 
 def test_evidence_of_other_settings_is_taken_and_the_difference_told(evidence, run_of, settings):
