@@ -192,6 +192,8 @@ def load_nifti(file: Path) -> Any:
     """
     import nibabel
 
+    if file.is_symlink() and not file.exists():
+        raise SourceError(f"{file} is a link to a file that is not here; get that file first")
     if not file.is_file():
         raise SourceError(f"{file} is not a file")
     if not file.name.endswith((".nii", ".nii.gz")):

@@ -169,7 +169,7 @@ def _glob(pattern: str) -> list[Path]:
     parts = Path(pattern).parts
     plain = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts) - 1)
     folder = Path(*parts[:plain])
-    return sorted(file for file in folder.glob("/".join(parts[plain:])) if file.is_file())
+    return sorted(file for file in folder.glob("/".join(parts[plain:])) if not file.is_dir())
 
 
 def _scan(file: Path) -> Scan:
@@ -205,7 +205,7 @@ def _one_a_participant(scans: Sequence[Scan], wanted: Mapping[str, str | None]) 
         differ = sorted(
             {k for s in own for k in s.entities if len({o.entities.get(k) for o in own}) > 1}
         )
-        options = {"ses": "--session", "run": "--run", "task": "--task", "space": "--space"}
+        options = {"ses": "--session", "run": "--run", "task": "--task"}
         how = [options[k] for k in differ if k in options]
         raise SourceError(
             f"{len(twice)} participant(s) have more than one scan ({_some(twice)}), such as "

@@ -19,7 +19,7 @@ from data_prep.connectome import (
     window_starts,
 )
 from data_prep.harvard_oxford import ATLAS, ROIS
-from data_prep.quality import Exclusion, QualityRule, apply_rule
+from data_prep.quality import Exclusion, QualityRule, apply_rule, silent_rois
 from data_prep.site_store import (
     FORMAT_VERSION,
     Participant,
@@ -209,8 +209,8 @@ def build_site_store(
     if not kept:
         reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
         raise StoreError(
-            f"site {site!r}: no subject is left of {found} ({reasons}); use a shorter "
-            "window or another quality rule"
+            f"site {site!r}: no subject is left of {found} ({reasons}); "
+            f"{_silent_in_all(subjects, rois)}use a shorter window or another quality rule"
         )
     folds = _folds(site, kept, preparation.folds)
     packages = ["numpy", "nilearn", "scikit-learn"]
@@ -252,6 +252,17 @@ def build_site_store(
         },
     )
     return read_site_store(folder), excluded
+
+
+def _silent_in_all(subjects: Sequence[Subject], rois: Sequence[tuple[str, str]]) -> str:
+    """Name the ROIs that nobody has a signal in: they may be beyond what the scanner was set to."""
+    silent = [set(silent_rois(s.series).tolist()) for s in subjects]
+    common = sorted(set.intersection(*silent)) if silent else []
+    if not common:
+        return ""
+    named = [f"{rois[i][0]} ({rois[i][1]})" for i in common[:5]]
+    more = f" and {len(common) - 5} more" if len(common) > 5 else ""
+    return f"nobody has a signal in ROI {', '.join(named)}{more}: leave these out of the atlas, or "
 
 
 def _absent_rois(

@@ -363,7 +363,6 @@ def extract_time_series(
         If the file is cut off or damaged, or no ROI lies inside the scan.
     """
     from nilearn.image import get_data
-    from nilearn.image.resampling import BoundingBoxError
     from nilearn.maskers import NiftiLabelsMasker
     from nilearn.signal import clean
 
@@ -380,25 +379,23 @@ def extract_time_series(
                 f"{file.name} is cut off or damaged ({_first_line(error)}); get the file again"
             ) from None
         _refuse_damaged_volumes(file, data)
+        labels, present = _labels_on_grid_of(image, file, atlas)
         masker = NiftiLabelsMasker(
-            atlas.image,
+            labels,
             standardize=None,
             resampling_target="data",
             strategy="mean",
             keep_masked_labels=False,
             reports=False,
         )
-        try:
-            raw = masker.fit_transform(image)
-        except ValueError as error:
-            if not isinstance(error, BoundingBoxError) and "No label left" not in str(error):
-                raise
+        raw = masker.fit_transform(image)
+        if raw.shape != (n_volumes, len(present)):
             raise SourceError(
-                f"no region of the atlas {atlas.name} lies inside {file.name}; the scan must be in "
-                "the atlas's space"
-            ) from None
-        column = {int(roi): i for i, roi in masker.region_ids_.items() if i != "background"}
-        del data, image, masker
+                f"nilearn made series of shape {raw.shape} of {len(present)} regions in "
+                f"{n_volumes} volumes of {file.name}; please report this with nilearn's version"
+            )
+        column = {roi_id: i for i, roi_id in enumerate(present)}
+        del data, image, masker  # only the series go on
         has_signal = raw.max(axis=0) > raw.min(axis=0)
         try:
             cleaned = clean(
@@ -427,6 +424,35 @@ def extract_time_series(
             )
     absent = tuple(p for p, (roi_id, _) in enumerate(atlas.rois) if int(roi_id) not in column)
     return RoiSeries(values, absent, n_volumes, n_confounds)
+
+
+def _labels_on_grid_of(image: Any, file: Path, atlas: Atlas) -> tuple[Any, list[int]]:
+    """Resample an atlas as nilearn's masker does, and return the ids that are left, sorted.
+
+    They are not asked of the masker: its `region_ids_` and `region_atlas_` hold lost labels, or
+    other numbers, in some versions of nilearn, and columns would shift.
+    """
+    from nilearn.image import get_data, resample_img
+    from nilearn.image.resampling import BoundingBoxError
+
+    labels = atlas.image
+    if labels.shape != image.shape[:3] or not np.allclose(labels.affine, image.affine):
+        try:
+            labels = resample_img(
+                labels,
+                target_affine=image.affine,
+                target_shape=image.shape[:3],
+                interpolation="nearest",
+            )
+        except BoundingBoxError:
+            labels = None
+    present = [] if labels is None else np.setdiff1d(get_data(labels), [0]).astype(int).tolist()
+    if not present:
+        raise SourceError(
+            f"no region of the atlas {atlas.name} lies inside {file.name}; the scan must be in the "
+            "atlas's space"
+        )
+    return labels, present
 
 
 def _refuse_damaged_volumes(file: Path, data: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from data_prep.nifti import (
 )
 from data_prep.roi_files import RoiFolder, write_roi_file
 from data_prep.sources import SourceError, Subject, read_roi_file
+from data_prep.timeseries import open_scan
 
 ANY = {"ses": None, "task": None, "run": None}
 
@@ -50,6 +51,13 @@ def test_patterns_that_find_nothing_usable_are_explained(tmp_path):
         find_scans(f"{tmp_path}/sub-*/*.nii", ANY)
     with pytest.raises(SourceError, match=r"anna_bold.nii.gz has no participant in its name"):
         find_scans(f"{tmp_path}/scans/*", ANY)
+
+
+def test_a_link_to_a_file_that_was_not_fetched_is_named(tmp_path):
+    (tmp_path / "sub-01_bold.nii.gz").symlink_to(tmp_path / ".git" / "annex" / "key.nii.gz")
+    (scan,) = find_scans(f"{tmp_path}/sub-*_bold.nii.gz", ANY)
+    with pytest.raises(SourceError, match="is a link to a file that is not here; get that file f"):
+        open_scan(scan.file)
 
 
 def test_two_scans_of_one_participant_are_refused_by_name(tmp_path):
