@@ -527,16 +527,18 @@ def predict(
         import torch
 
         from fedbn import prediction
+        from fedbn.bundle import read_bundle
         from fedbn.report.prediction_tables import prediction_lines, prediction_table
 
         torch.set_num_threads(1)  # many small products: more threads only wait for each other
         if (atlas is None) != (labels is None):
             raise ValueError("--atlas and --labels are given together: a label map and its table")
         files = prediction.AtlasFiles(atlas, labels, tr) if atlas and labels else None
+        bundle = read_bundle(model)
         with _progress() as progress:
             task = progress.add_task("scans", total=None)
-            bundle, predictions = prediction.predict_files(
-                model, [*inputs, *(more or [])], files, on_scan=lambda: progress.advance(task)
+            predictions = prediction.predict_files(
+                bundle, [*inputs, *(more or [])], files, on_scan=lambda: progress.advance(task)
             )
         screen.print(prediction_table(bundle, predictions))
         for line in prediction_lines(bundle, predictions):

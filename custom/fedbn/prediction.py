@@ -472,28 +472,25 @@ def predict(bundle: Bundle, scan: Scan) -> Prediction:
 
 
 def predict_files(
-    model: Path,
+    bundle: Bundle,
     inputs: Sequence[Path],
     atlas_files: AtlasFiles | None = None,
     on_scan: Callable[[], object] = lambda: None,
-) -> tuple[Bundle, list[Prediction]]:
-    """Score all scans of some files and stores with the model of a bundle.
+) -> list[Prediction]:
+    """Score all scans of some files and stores; parameters are those of :func:`read_scans`.
 
     Raises
     ------
     PredictionError
-        If a scan does not fit; nothing is scored half.
-    fedbn.bundle.BundleError, fedbn.site_state.SiteStateError
-        If the model is not a bundle, such as the shared weights alone.
+        If there is no scan, or one does not fit the model: then none is scored.
     """
-    bundle = read_bundle(model)
     if not inputs:
         raise PredictionError("there is no scan to ask about; name one or more with --input")
     predictions = []
     for scan in read_scans(bundle, inputs, atlas_files):
         predictions.append(predict(bundle, scan))
         on_scan()
-    return bundle, predictions
+    return predictions
 
 
 def run_bundle(bundle_root: str, inputs: Sequence[str], output_dir: str) -> Path:
@@ -501,7 +498,8 @@ def run_bundle(bundle_root: str, inputs: Sequence[str], output_dir: str) -> Path
 
     Parameters are those of ``configs/inference.json``.
     """
-    bundle, predictions = predict_files(Path(bundle_root), [Path(name) for name in inputs])
+    bundle = read_bundle(Path(bundle_root))
+    predictions = predict_files(bundle, [Path(name) for name in inputs])
     return write_predictions(bundle, predictions, Path(output_dir))
 
 
