@@ -283,6 +283,11 @@ def strongest_in(weights: np.ndarray, n_top: int) -> np.ndarray:
     return counts
 
 
+def in_every_fold(weights: np.ndarray, n_top: int) -> int:
+    """Count the edges that are among the `n_top` strongest of every fold."""
+    return int((strongest_in(weights, n_top) == len(weights)).sum())
+
+
 def chance_overlap(n_edges: int, n_top: int) -> float:
     """Return about what :func:`overlap` is for two sets that are drawn from all edges."""
     return n_top / (2 * n_edges - n_top)
@@ -299,9 +304,9 @@ def stability(explanation: Explanation, n_top: int = N_TOP) -> dict[str, dict[st
     Returns
     -------
     dict
-        Scope to ``"rank_correlation"`` and ``"overlap"``, each with the value ``"found"``, the
-        values ``"permuted"``, one a permutation, and whether the first is ``"above"`` all of
-        these; and ``"in_every_fold"``, the number of edges among the `n_top` of every fold.
+        Scope to ``"rank_correlation"``, ``"overlap"`` and ``"in_every_fold"`` (the number of edges
+        among the `n_top` of every fold), each with the value ``"found"``, the values
+        ``"permuted"``, one a permutation, and whether the first is ``"above"`` all of these.
     """
     result: dict[str, dict[str, Any]] = {}
     for scope in explanation.scopes:
@@ -310,6 +315,7 @@ def stability(explanation: Explanation, n_top: int = N_TOP) -> dict[str, dict[st
         for name, measure in (
             ("rank_correlation", rank_correlation),
             ("overlap", lambda values: overlap(values, n_top)),
+            ("in_every_fold", lambda values: in_every_fold(values, n_top)),
         ):
             found = measure(weights)
             permuted = [measure(of_scope[scope]) for of_scope in explanation.permuted]
@@ -318,8 +324,6 @@ def stability(explanation: Explanation, n_top: int = N_TOP) -> dict[str, dict[st
                 "permuted": permuted,
                 "above": found > max(permuted),
             }
-        in_every = strongest_in(weights, n_top) == len(weights)
-        result[scope]["in_every_fold"] = int(in_every.sum())
     return result
 
 
@@ -328,19 +332,17 @@ def stability_sentences(found: Mapping[str, Mapping[str, Any]], n_top: int) -> l
     sentences = []
     for scope, of_scope in found.items():
         parts = []
-        for name, what in (
-            ("rank_correlation", "rank correlation of all edges"),
-            ("overlap", f"overlap of the {n_top} strongest"),
+        for name, what, digits in (
+            ("rank_correlation", "rank correlation of all edges", 2),
+            ("overlap", f"overlap of the {n_top} strongest", 2),
+            ("in_every_fold", "edges among them in every fold", 0),
         ):
             one = of_scope[name]
-            low, high = min(one["permuted"]), max(one["permuted"])
-            span = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+            low, high = (f"{end(one['permuted']):.{digits}f}" for end in (min, max))
+            span = low if low == high else f"{low} to {high}"
             how = "above" if one["above"] else "NOT above"
-            parts.append(f"{what} {one['found']:.2f}, {how} permuted diagnoses' {span}")
-        sentences.append(
-            f"{scope}: between folds, {'; '.join(parts)}; {of_scope['in_every_fold']} edges are "
-            f"among the {n_top} strongest in every fold."
-        )
+            parts.append(f"{what} {one['found']:.{digits}f}, {how} permuted diagnoses' {span}")
+        sentences.append(f"{scope}: between folds, {'; '.join(parts)}.")
     return sentences
 
 

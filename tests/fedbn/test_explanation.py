@@ -22,6 +22,7 @@ from fedbn.explanation import (
     edge_weights,
     edges_csv,
     explain,
+    in_every_fold,
     overlap,
     rank_correlation,
     stability,
@@ -146,7 +147,7 @@ def test_what_is_there_is_steadier_than_permuted_diagnoses(found):
     for scope in ("NYU", "UM", SHARED):
         assert steady[scope]["overlap"]["found"] == 1
         assert steady[scope]["overlap"]["above"]
-        assert steady[scope]["in_every_fold"] == 2
+        assert steady[scope]["in_every_fold"]["found"] == 2
     assert all("above permuted" in s for s in stability_sentences(steady, 2))
 
 
@@ -219,6 +220,7 @@ def test_agreement_of_folds_by_hand():
     assert overlap(weights, 2) == pytest.approx((1 + 1 / 3 + 1 / 3) / 3)
     assert overlap(weights[:2], 3) == 1
     assert strongest_in(weights, 2).tolist() == [2, 3, 0, 1]
+    assert [in_every_fold(weights, n) for n in (1, 2, 4)] == [0, 1, 4]
 
 
 def test_the_chance_overlap_is_that_of_random_sets():
@@ -230,12 +232,15 @@ def test_the_chance_overlap_is_that_of_random_sets():
 def test_a_sentence_says_not_above_where_it_is_not():
     one = {"found": 0.5, "permuted": [0.4, 0.6], "above": False}
     other = {"found": 0.7, "permuted": [0.61, 0.61], "above": True}
+    count = {"found": 7, "permuted": [0, 7], "above": False}
     (sentence,) = stability_sentences(
-        {"UM": {"rank_correlation": one, "overlap": other, "in_every_fold": 7}}, 50
+        {"UM": {"rank_correlation": one, "overlap": other, "in_every_fold": count}}, 50
     )
     assert "rank correlation of all edges 0.50, NOT above permuted diagnoses' 0.40 to" in sentence
     assert "overlap of the 50 strongest 0.70, above permuted diagnoses' 0.61;" in sentence
-    assert "7 edges are among the 50 strongest in every fold" in sentence
+    assert sentence.endswith(
+        "edges among them in every fold 7, NOT above permuted diagnoses' 0 to 7."
+    )
 
 
 # ------------------------------------------------------------------------------------------- files
