@@ -388,10 +388,16 @@ def nifti(
     fold: FoldOption = None,
     seed: SeedOption = 0,
     force: ForceOption = False,
+    stray: Annotated[list[str] | None, typer.Argument(hidden=True, metavar=" ")] = None,
 ) -> None:
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
     with usage_errors():
         _refuse_other_mismatch(mismatch)
+        if stray:
+            raise ValueError(
+                f"{stray[0]!r} is no option; put the pattern of --images in quotation marks, so "
+                "that the shell leaves it as it is"
+            )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
             raise ValueError(f"site is {site!r}; use letters, digits, '-', '_' and '.'")
         if tr is not None and not TR_RANGE[0] <= tr <= TR_RANGE[1]:

@@ -210,7 +210,8 @@ def build_site_store(
         reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
         raise StoreError(
             f"site {site!r}: no subject is left of {found} ({reasons}); "
-            f"{_silent_in_all(subjects, rois)}use a shorter window or another quality rule"
+            f"{_silent_in_all(subjects, rois, preparation)}use a shorter window or another quality "
+            "rule"
         )
     folds = _folds(site, kept, preparation.folds)
     packages = ["numpy", "nilearn", "scikit-learn"]
@@ -254,7 +255,9 @@ def build_site_store(
     return read_site_store(folder), excluded
 
 
-def _silent_in_all(subjects: Sequence[Subject], rois: Sequence[tuple[str, str]]) -> str:
+def _silent_in_all(
+    subjects: Sequence[Subject], rois: Sequence[tuple[str, str]], preparation: Preparation
+) -> str:
     """Name the ROIs that nobody has a signal in: they may be beyond what the scanner was set to."""
     silent = [set(silent_rois(s.series).tolist()) for s in subjects]
     common = sorted(set.intersection(*silent)) if silent else []
@@ -262,7 +265,12 @@ def _silent_in_all(subjects: Sequence[Subject], rois: Sequence[tuple[str, str]])
         return ""
     named = [f"{rois[i][0]} ({rois[i][1]})" for i in common[:5]]
     more = f" and {len(common) - 5} more" if len(common) > 5 else ""
-    return f"nobody has a signal in ROI {', '.join(named)}{more}: leave these out of the atlas, or "
+    how = (
+        "take the row(s) out of the labels table and add --unlisted-labels drop, or "
+        if preparation.extraction
+        else ""
+    )
+    return f"nobody has a signal in ROI {', '.join(named)}{more}: {how}"
 
 
 def _absent_rois(

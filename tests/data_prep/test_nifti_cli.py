@@ -92,7 +92,8 @@ def test_regions_that_nobody_has_are_named(prepare, hospital, write_scan):
     result, _ = prepare(code=1)
     assert (
         "no subject is left of 4 (ROI without signal); nobody has a signal in ROI 1 (region 1), "
-        "2 (region 2), 3 (region 3): leave these out of the atlas" in result.stderr
+        "2 (region 2), 3 (region 3): take the row(s) out of the labels table and add "
+        "--unlisted-labels drop" in result.stderr
     )
     lines = hospital.table.read_text().splitlines()
     hospital.table.write_text("\n".join([lines[0], *lines[4:]]))
@@ -237,6 +238,13 @@ def test_a_wrong_option_is_a_usage_error(prepare, arguments, message):
     result, folder = prepare(*arguments, code=2)
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not folder.exists()
+
+
+def test_a_pattern_that_the_shell_took_apart_is_explained(prepare):
+    result, _ = prepare("sub-02_bold.nii.gz", code=2)
+    assert "'sub-02_bold.nii.gz' is no option; put the pattern of --images in quotation marks" in (
+        " ".join(result.stderr.split())
+    )
 
 
 def test_scans_must_be_named(prepare, hospital):
