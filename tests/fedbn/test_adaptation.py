@@ -34,6 +34,7 @@ from fedbn.adaptation import (
 )
 from fedbn.aggregation import ContributionError
 from fedbn.experiment import federate, read_stores
+from fedbn.kept_model import find_kept_model
 from fedbn.normalization import entries, split
 from fedbn.results import FORMAT as RESULTS_FORMAT
 from fedbn.resume import SAVED_FILE
@@ -281,6 +282,29 @@ def test_adapt_writes_a_model_as_a_site_keeps_its_own(run_folder, gammas, new_st
     text = (out / REPORT_FILE).read_text()
     assert not any(name in text for name in ids)
     assert str(tmp_path) not in text
+
+
+def test_the_model_can_be_exported_and_asked_as_a_sites_own(
+    run_folder, gammas, new_store, tmp_path
+):
+    run = read_run(run_folder(affine=gammas))
+    adapt(run, new_store, tmp_path / "out", start="fedbn_affine", why="")
+    kept = find_kept_model(tmp_path / "out", "UCLA")
+    assert (kept.site, kept.job, kept.policy) == ("UCLA", "simulate_job", "fedbn")
+    site = Site(
+        "UCLA", new_store, run.experiment, preparation=unlabelled(new_store, run.experiment)
+    )
+    load_start(
+        site.network,
+        site.partition,
+        STARTS["fedbn_affine"],
+        run.shared,
+        site.test_inputs,
+        affine=run.affine,
+    )
+    raw = torch.from_numpy(np.array(new_store.connectomes))
+    asked = evaluation.predict(kept.model, raw)
+    assert np.allclose(asked, evaluation.predict(site.network, site.test_inputs), atol=1e-5)
 
 
 def test_labels_play_no_part(run_folder, gammas, new_store, tmp_path, write_store):
