@@ -296,9 +296,10 @@ def _prepare_abide_site(
     report.add(store, expected=join.expected, join=join)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})  # to explain them below
 @one_sentence_errors
 def nifti(
+    context: typer.Context,
     atlas: Annotated[
         Path, typer.Option(help="NIfTI label map: at each voxel the id of its region.")
     ],
@@ -388,14 +389,13 @@ def nifti(
     fold: FoldOption = None,
     seed: SeedOption = 0,
     force: ForceOption = False,
-    stray: Annotated[list[str] | None, typer.Argument(hidden=True, metavar=" ")] = None,
 ) -> None:
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
     with usage_errors():
         _refuse_other_mismatch(mismatch)
-        if stray:
+        if context.args:
             raise ValueError(
-                f"{stray[0]!r} is no option; put the pattern of --images in quotation marks, so "
+                f"{context.args[0]!r} is no option; put the pattern of --images in quotation marks, so "
                 "that the shell leaves it as it is"
             )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
