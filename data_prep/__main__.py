@@ -395,8 +395,8 @@ def nifti(
         _refuse_other_mismatch(mismatch)
         if context.args:
             raise ValueError(
-                f"{context.args[0]!r} is no option; put the pattern of --images in quotation marks, so "
-                "that the shell leaves it as it is"
+                f"{context.args[0]!r} is no option; put the pattern of --images in quotation "
+                "marks, so that the shell leaves it as it is"
             )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
             raise ValueError(f"site is {site!r}; use letters, digits, '-', '_' and '.'")
