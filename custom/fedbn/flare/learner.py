@@ -41,6 +41,7 @@ from fedbn.flare.job import (
     PURPOSE,
     REPORT,
     SITES_FOLDER,
+    free_messages,
     job_experiment,
     redacted,
     site_settings,
@@ -370,6 +371,7 @@ class FedBNLearner(ModelLearner):
             "seconds": time.perf_counter() - started,
         }
         self._stream(number, before, after, result.outcome.losses[-1])
+        free_messages()
         return FLModel(
             params_type=ParamsType.FULL,
             params=to_arrays(result.shared),

@@ -36,6 +36,7 @@ from fedbn.flare.job import (
     PURPOSE,
     REPORT,
     TRAIN,
+    free_messages,
     redacted,
     to_tensors,
 )
@@ -291,6 +292,7 @@ class FedBNWorkflow(ModelController):
         self.save_model(updated)
         self.event(AppEventType.ROUND_DONE)
         self.info(_progress(record, self.experiment.rounds))
+        free_messages()
         return updated
 
     def _record(
