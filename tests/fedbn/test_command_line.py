@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from fedbn.__main__ import app
 from fedbn.experiment import read_stores, run_federation
 from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
+from fedbn.results import run_report
 from fedbn.settings import read_experiment
 
 
@@ -60,6 +61,20 @@ def test_a_workspace_with_one_run_is_enough_to_print_its_results(job, data_root,
     folder.mkdir(parents=True)
     assert invoke("run", job, "--data", data_root, "--out", folder / "results.json").exit_code == 0
     assert "what each site gained" in invoke("results", workspace).output
+
+
+@pytest.mark.parametrize(("status", "verb"), [("failed", "has failed"), ("aborted", "was aborted")])
+def test_a_run_that_ended_early_tells_why(tmp_path, experiment, status, verb):
+    records = [{"round": number, "accepted": ["NYU"], "sites": {}} for number in range(2)]
+    report = run_report(experiment(), {}, records, {}, status=status, reason="round 1: too few")
+    (tmp_path / "results.json").write_text(json.dumps(report))
+    sentence = f"this run {verb} after 2 rounds of this job: round 1: too few"
+    done = invoke("results", tmp_path)
+    assert (done.exit_code, done.stdout.strip()) == (0, sentence)
+    done = invoke("report", tmp_path)
+    assert done.exit_code == 1
+    assert f"fedbn: {sentence}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 @pytest.mark.parametrize(
