@@ -242,7 +242,7 @@ def _readme_scores(facts: SiteFacts) -> list[str]:
             f"of {THRESHOLD}, AUC {_shown(auc)}."
         )
     else:
-        lines.append("- Its scores are not known: it was exported without results and store.")
+        lines.append("- Its scores are not known: no held-out subject of this site was scored.")
     if facts.site_threshold is not None:
         lines.append(
             f"- Threshold of the best accuracy on the site's training subjects: "

@@ -24,7 +24,7 @@ from fedbn.normalization import load_entries
 from fedbn.operating_point import choose_threshold
 from fedbn.results import FINETUNED, FORMAT, without_nan
 from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
-from fedbn.site import Preparation, prepare, store_fingerprint
+from fedbn.site import Preparation, mean_and_std, prepare, store_fingerprint
 from fedbn.site_network import SiteNetwork, probabilities_and_distances, quartiles
 from fedbn.site_state import (
     COMPLETE_MODEL,
@@ -300,6 +300,8 @@ def site_facts(kept: KeptModel, run: Path, store: SiteStore | None) -> SiteFacts
     scores = (
         None if reported is None else reported.get(FINETUNED if kept.finetuned else "federated")
     )
+    if store is not None and preparation is None and experiment is None:
+        return _adapted(kept, store)
     if store is None or preparation is None:
         return SiteFacts(experiment, training, scores)
     found = _scored(kept.model, store, preparation)
@@ -365,46 +367,62 @@ def check_same_data(
     data_prep.site_store.StoreError
         Naming the store.
     """
-    pairs = ((preparation.mean, model.mean), (preparation.std, model.std))
-    if not all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs):
+    if not _same_statistics(model, preparation.mean, preparation.std):
         raise StoreError(
             f"site {site!r}: the store at {store.path} is not the one that its model was trained on"
         )
 
 
+def _same_statistics(model: SiteNetwork, mean: torch.Tensor, std: torch.Tensor) -> bool:
+    pairs = ((mean, model.mean), (std, model.std))
+    return all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+
+
 def _scored(model: SiteNetwork, store: SiteStore, preparation: Preparation) -> dict[str, Any]:
-    """Score the model on the site's own subjects: held-out ones, and training ones in aggregate."""
-    targets, owners, probability = {}, {}, {}
-    distances: dict[str, np.ndarray] = {}
-    parts = (("train", preparation.train_rows), ("test", preparation.test_rows))
-    for part, tensor in parts:
-        rows = tensor.numpy()
-        owners[part] = store.sample_participant[rows]
-        targets[part] = store.labels[owners[part]]
-        probability[part], of_part = _of_rows(model, store, rows)
-        if part == "train":
-            distances = of_part
-    scores, _ = evaluation.subject_scores(probability["train"][:, 1], owners["train"])
-    labels, subjects = evaluation.subject_scores(targets["train"], owners["train"])
-    lengths = np.array([store.participants[k].n_timepoints for k in subjects.astype(int)])
+    """Score the model on the site's held-out subjects, and on its training ones in aggregate."""
+    test_rows, train_rows = preparation.test_rows.numpy(), preparation.train_rows.numpy()
+    owners = store.sample_participant[test_rows]
+    probability, _ = _of_rows(model, store, test_rows)
+    train_scores, reference = _reference(model, store, train_rows)
+    labels, _ = evaluation.subject_scores(
+        store.labels[store.sample_participant[train_rows]], store.sample_participant[train_rows]
+    )
     return {
-        "scores": without_nan(
-            evaluation.evaluate_site(targets["test"], probability["test"], owners["test"])
-        ),
-        "site_threshold": choose_threshold(labels.astype(np.int64), scores),
+        "scores": without_nan(evaluation.evaluate_site(store.labels[owners], probability, owners)),
+        "site_threshold": choose_threshold(labels.astype(np.int64), train_scores),
+        **reference,
+    }
+
+
+def _reference(
+    model: SiteNetwork, store: SiteStore, rows: np.ndarray
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the scores of the subjects that a model was fitted on, and what is kept of them."""
+    owners = store.sample_participant[rows]
+    probability, distances = _of_rows(model, store, rows)
+    scores, subjects = evaluation.subject_scores(probability[:, 1], owners)
+    lengths = np.array([store.participants[k].n_timepoints for k in subjects.astype(int)])
+    stated = ("extraction", "repetition_time_s", "atlas_files", "quality_rule")
+    return scores, {
         "distances": {
-            name: quartiles(evaluation.subject_scores(values, owners["train"])[0])
+            name: quartiles(evaluation.subject_scores(values, owners)[0])
             for name, values in distances.items()
         },
         "scan": {
             "n_timepoints": [int(lengths.min()), int(np.median(lengths)), int(lengths.max())],
-            **{
-                key: store.description[key]
-                for key in ("extraction", "repetition_time_s", "atlas_files", "quality_rule")
-                if key in store.description
-            },
+            **{key: store.description[key] for key in stated if key in store.description},
         },
     }
+
+
+def _adapted(kept: KeptModel, store: SiteStore) -> SiteFacts:
+    """Return the facts of a model that was fitted to all of a new site's scans, without a label."""
+    rows = np.arange(len(store.connectomes))
+    fitted = mean_and_std(store, rows)
+    if not _same_statistics(kept.model, *(torch.from_numpy(v.astype(np.float32)) for v in fitted)):
+        return SiteFacts()
+    _, reference = _reference(kept.model, store, rows)
+    return SiteFacts(training={"n_adaptation_subjects": len(store.participants)}, **reference)
 
 
 def _of_rows(

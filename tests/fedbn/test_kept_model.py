@@ -11,7 +11,7 @@ import torch
 
 from data_prep.site_store import StoreError, read_site_store
 from fedbn.kept_model import BundleError, find_kept_model, site_facts
-from fedbn.site_state import SiteStateError
+from fedbn.site_state import COMPLETE_MODEL, SiteStateError, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture
@@ -104,6 +104,35 @@ def test_facts_without_the_store(finished_run):
     at_the_site = site_facts(kept, finished_run.workspace / "site-2", None)
     assert at_the_site.scores is None
     assert at_the_site.training["n_test_subjects"] == 5
+
+
+def test_a_model_of_the_finetuned_network_is_taken_where_it_is_asked_for(finished_run, copied):
+    folder = copied / "site-1" / "fedbn_sites" / "a_job" / "NYU"
+    shutil.copy(folder / "model.pt", folder / "model_finetuned.pt")
+    kept = find_kept_model(copied, "NYU", finetuned=True)
+    assert kept.finetuned
+    facts = site_facts(kept, copied, store_of(finished_run))
+    assert facts.scores == finished_run.results["sites"]["NYU"]["federated"], "scored here"
+    assert site_facts(kept, copied, None).scores is None, "the results have none of it"
+
+
+def test_a_new_hospitals_adapted_model_is_judged_by_all_of_its_scans(finished_run, tmp_path):
+    """It has no training subjects: its standardisation is that of all of its unlabelled scans."""
+    store = store_of(finished_run)
+    tensors, meta = load_checkpoint(finished_run.folder("NYU") / "model.pt", COMPLETE_MODEL)
+    values = np.array(store.connectomes, dtype=np.float64)
+    for name, value in (("mean", values.mean(axis=0)), ("std", values.std(axis=0))):
+        tensors[f"standardization.{name}"] = torch.from_numpy(value.astype(np.float32))
+    save_checkpoint(tmp_path / "model.pt", COMPLETE_MODEL, tensors, meta)
+    kept = find_kept_model(tmp_path, "NYU")
+    facts = site_facts(kept, tmp_path, store)
+    assert facts.training == {"n_adaptation_subjects": 20}
+    assert facts.scores is None
+    assert facts.site_threshold is None
+    assert set(facts.distances) == {"features", "batch_norm", "pattern"}
+    shutil.copy(finished_run.folder("NYU") / "model.pt", tmp_path / "model.pt")
+    kept = find_kept_model(tmp_path, "NYU")
+    assert site_facts(kept, tmp_path, store).distances is None, "fitted on other scans"
 
 
 def test_results_of_another_run_are_noticed(finished_run, copied):
