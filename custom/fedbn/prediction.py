@@ -8,6 +8,7 @@ fits and is unlike the training subjects is scored with a warning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -562,7 +563,9 @@ def write_predictions(
         from fedbn.report.prediction_picture import prediction_picture
 
         for prediction in predictions[:pictures]:
-            with atomic_write(out / f"{prediction.scan.name}_connections.png") as file:
+            # A store's participants may be called anything: nothing is written elsewhere.
+            name = re.sub(r"[^\w.-]", "_", prediction.scan.name)
+            with atomic_write(out / f"{name}_connections.png") as file:
                 file.write(prediction_picture(bundle, prediction))
             on_picture()
     return out

@@ -315,6 +315,15 @@ def test_tables_and_pictures_say_what_they_are(finished_run, bundle, tmp_path):
     assert (out / "1_connections.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_name_of_a_scan_leads_out_of_the_folder(finished_run, bundle, tmp_path, monkeypatch):
+    (one, *_) = predict_files(bundle, [finished_run.data / "NYU"])
+    named = dataclasses.replace(one, scan=dataclasses.replace(one.scan, name="../../x\ty"))
+    monkeypatch.setattr(picture_module, "prediction_picture", lambda *_: b"")
+    out = write_predictions(bundle, [named], tmp_path / "out")
+    assert [path.name for path in out.glob("*.png")] == [".._.._x_y_connections.png"]
+    assert rows_of(out / "predictions.tsv")[0]["scan"] == "../../x y"
+
+
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_the_picture_states_method_baseline_sum_and_notice(
     changed, finished_run, monkeypatch, synthetic
