@@ -33,7 +33,7 @@ SITES = ("NYU", "USM", "UM", "UCLA")
 SERVER = "fedbn-server"
 LEAD, ADMIN, MEMBER = "lead@fedbn.org", "admin@fedbn.org", "member@fedbn.org"
 MARK = "FEDBN_TEST_RUN"
-SECONDS = 120
+SECONDS = 240
 ENDED = "FINISHED"
 
 
@@ -283,10 +283,6 @@ class Deployment:
                     os.kill(pid, signal.SIGKILL)
             assert time.monotonic() < end, f"processes {left} are still there"
             time.sleep(0.05)
-
-    def kill_process_only(self, name: str) -> None:
-        """End a kit's FLARE process but not its start script, which starts it again."""
-        os.kill(int((self.kit(name) / "pid.fl").read_text()), signal.SIGKILL)
 
     def wait_until(self, condition, seconds: float = SECONDS, what: str = "waited in vain") -> Any:
         """Wait until a condition is true and return its value; fail with the logs' ends."""
