@@ -55,6 +55,7 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/communication.py
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf $(RUNS) simulator_workspace .pytest_cache .mypy_cache .ruff_cache
