@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from deployment import ADMIN, LEAD, MEMBER, SERVER, SITES, job_id_in
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
+from nvflare.recipe import ProdEnv
 
+from fedbn.flare.recipe import FedBNRecipe
 from fedbn.site import make_network
 from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
 
@@ -62,6 +64,13 @@ def foreign_kit(deployment):
     process.wait()
 
 
+def by_recipe(deployment, job, **changes):
+    """Submit by FLARE's Recipe API, as the lead does to the real hospitals."""
+    recipe = FedBNRecipe(job, name="by_recipe", **changes)
+    kit = str(deployment.kit(LEAD))
+    return recipe.run(ProdEnv(kit, username=LEAD, login_timeout=30.0)).get_job_id()
+
+
 @pytest.fixture(scope="module")
 def by_hand(deployment, small, of_two, foreign_kit):
     """Jobs by the console and by `nvflare job`, at the same time, as FLARE runs them."""
@@ -70,7 +79,7 @@ def by_hand(deployment, small, of_two, foreign_kit):
         by_console = job_id_in(console.type(f"submit_job {deployment.copy_of(small.job)}"))
         found["list_jobs"] = console.type("list_jobs")
         long = job_id_in(console.type(f"submit_job {deployment.copy_of(of_two(rounds=500))}"))
-        found["fedavg"] = deployment.submit(of_two(policy="none"))
+        found["fedavg"] = by_recipe(deployment, small.job, policy="none")
         by_command = job_id_in(
             deployment.command("submit", "-j", str(deployment.copy_of(small.job)))
         )
@@ -135,7 +144,10 @@ def test_an_aborted_job_ends_everywhere_and_leaves_whole_files(deployment, by_ha
 
 
 def test_a_hospital_keeps_its_batch_norm_from_a_job_that_asks_for_it(deployment, by_hand):
-    """FedAvg sends batch norm; the filter in the hospitals' own privacy.json holds it back."""
+    """FedAvg sends batch norm; the filter in the hospitals' own privacy.json holds it back.
+
+    The job is a recipe's: it finds the same sites, and their settings win over it as over any job.
+    """
     job_id = by_hand["fedavg"]
     assert deployment.wait(job_id) == "FINISHED:EXECUTION_EXCEPTION"
     for site in ("NYU", "UCLA"):
