@@ -38,10 +38,10 @@ class Run:
         folder = self.deployment.state(site, self.id) / "predictions"
         return sorted(int(path.stem.removeprefix("round_")) for path in folder.glob("round_*.npz"))
 
-    def wait_for(self, site, number, seconds=90):
+    def wait_for(self, site, number):
         """Wait until a site has trained this round or a later one, and return its latest."""
         self.deployment.wait_until(
-            lambda: self.trained(site)[-1:] >= [number], seconds, f"no round {number} at {site}"
+            lambda: self.trained(site)[-1:] >= [number], what=f"no round {number} at {site}"
         )
         return self.trained(site)[-1]
 

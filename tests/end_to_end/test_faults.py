@@ -157,6 +157,9 @@ def test_a_deleted_state_ends_the_run_and_is_not_replaced(simulation):
     )
     assert not (run.state("UM") / "local_entries.pt").exists()
     assert (run.state("NYU") / "local_entries.pt").exists()
+    assert run.results["status"] == "failed"
+    assert "its batch norm of this job is missing" in run.results["reason"]
+    assert [record["accepted"] for record in run.results["rounds"]] == [["NYU", "UM"], ["NYU"]]
 
 
 def test_a_misspelt_site_ends_the_run_with_its_name(simulation):
