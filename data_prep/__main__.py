@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -743,7 +744,7 @@ class SiteReport:
         if self._left_out:
             table = Table("site", "subject", "reason", "detail", title="Left out")
             for site, who, e in self._left_out:
-                table.add_row(site, who, e.reason, e.detail)
+                table.add_row(*map(escape, (site, who, e.reason, e.detail)))  # may hold brackets
             screen.print(table)
         table = Table(title="Site stores" + (" (SYNTHETIC)" if self._synthetic else ""))
         for name in ("site", "expected", "found", "left out", "kept"):
@@ -751,7 +752,7 @@ class SiteReport:
         table.add_column("autism / control", justify="right")
         table.add_column("connectomes", justify="right")
         for row in self._rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         screen.print(table)
         if self._synthetic:
             screen.print(NOTE)
@@ -775,6 +776,9 @@ def check(
     ] = False,
 ) -> None:
     """Validate site stores, and whether several fit together."""
+    with usage_errors():
+        if folds:
+            FoldPlan(folds, 0)
     paths = [path for folder in folders for path in (find_site_stores(folder) or [folder])]
     stores = []
     with progress_bar("checking", len(paths)) as step:
@@ -792,11 +796,11 @@ def check(
         settings = store.description["connectome"]
         length = f"window {settings['window']}, stride {settings['stride']}"
         table.add_row(
-            store.site + (" (SYNTHETIC)" if store.is_synthetic else ""),
+            escape(store.site) + (" (SYNTHETIC)" if store.is_synthetic else ""),
             str(len(store.labels)),
             f"{autism} / {len(store.labels) - autism}",
             f"{len(store.connectomes):,} x {store.n_edges}",
-            f"{settings['kind']}, {settings['estimator']}, "
+            escape(f"{settings['kind']}, {settings['estimator']}, ")
             + (length if settings["window"] else "whole scan"),
         )
     screen.print(table)

@@ -195,7 +195,7 @@ def load_nifti(file: Path) -> Any:
     if file.is_symlink() and not file.exists():
         raise SourceError(f"{file} is a link to a file that is not here; get that file first")
     if not file.is_file():
-        raise SourceError(f"{file} is not a file")
+        raise SourceError(f"{file} is not a file; name a NIfTI image, .nii or .nii.gz")
     if not file.name.endswith((".nii", ".nii.gz")):
         raise SourceError(f"{file.name} is not named .nii or .nii.gz; convert it to NIfTI")
     try:

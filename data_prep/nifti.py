@@ -167,7 +167,15 @@ def find_fmriprep_scans(
 
 def _glob(pattern: str) -> list[Path]:
     parts = Path(pattern).parts
-    plain = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts) - 1)
+    # A folder that is there is meant by its name, whatever brackets are in it.
+    plain = next(
+        (
+            i
+            for i, part in enumerate(parts)
+            if has_magic(part) and not Path(*parts[: i + 1]).is_dir()
+        ),
+        len(parts) - 1,
+    )
     folder = Path(*parts[:plain])
     return sorted(file for file in folder.glob("/".join(parts[plain:])) if not file.is_dir())
 
@@ -326,7 +334,9 @@ def read_participant_table(
             f"participants table {file.name} is not UTF-8 text; save it as tab-separated text"
         ) from None
     lines = text.splitlines()
-    first = lines[0] if lines else ""
+    if not text.strip():
+        raise SourceError(f"participants table {file.name} is empty; get the file again")
+    first = lines[0]
     delimiter = next((d for d in ("\t", ";", ",") if d in first), "\t")
     reader = csv.DictReader(lines, delimiter=delimiter, restval="")
     columns = [name or "" for name in reader.fieldnames or ()]
@@ -334,7 +344,8 @@ def read_participant_table(
         if needed not in columns:
             raise SourceError(
                 f"participants table {file.name} has no column {needed!r}, only "
-                f"{', '.join(columns) or 'nothing'}"
+                f"{', '.join(columns)}"
+                + ("; separate its columns by tabs" if len(columns) == 1 else "")
                 + (f"; name the diagnosis column with {option}" if option else "")
             )
     optional = {
@@ -367,8 +378,8 @@ def read_participant_table(
         word = next(iter(unknown)).replace("(empty)", "")
         raise SourceError(
             f"participants table {file.name}: the column {diagnosis_column!r} has the word(s) "
-            f"{_some(found)}, and only autism and control are known; say what each means, such as "
-            f"--diagnosis-word '{word}=control', or {LEAVE_OUT}"
+            f"{_some(found)}, and only autism and control are known; say what each means with "
+            f"--diagnosis-word '{word}=MEANING', MEANING one of {', '.join(DIAGNOSES)}, {LEAVE_OUT}"
         )
     if not rows:
         raise SourceError(f"participants table {file.name} has no row to use")

@@ -56,6 +56,8 @@ class FoldPlan:
         """Refuse a fold that does not exist."""
         if self.n_folds < 2:
             raise ValueError(f"folds is {self.n_folds}; at least 2 are needed")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative")
         if self.fold is not None and not 0 <= self.fold < self.n_folds:
             raise ValueError(
                 f"fold is {self.fold}; with {self.n_folds} folds it is 0 to {self.n_folds - 1}"

@@ -278,18 +278,19 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if not folder.is_dir():
         others = [p.name for p in find_site_stores(folder.parent)]
-        what = "it is a file" if folder.exists() else "no such folder"
-        there = f", only {', '.join(others)}" if others else ""
+        what = f"no such folder, only {', '.join(others)}" if others else "no such folder"
+        if folder.exists():
+            what = "it is a file"
         raise StoreError(
-            f"no site store at {folder} ({what}{there}): make one with `python -m data_prep abide "
-            f"--out {folder.parent}` or `python -m data_prep synthetic --out {folder.parent}`"
+            f"no site store at {folder} ({what}): make one "
+            f"with `python -m data_prep nifti`, `abide` or `synthetic`, and --out {folder.parent}"
         )
     if not file.is_file():
         inner = [p.name for p in find_site_stores(folder)]
         hint = (
             f"it holds the stores {', '.join(inner)}: name one of them"
             if inner
-            else "make one with `python -m data_prep abide` or `python -m data_prep synthetic`"
+            else "make one with `python -m data_prep nifti`, `abide` or `synthetic`"
         )
         raise StoreError(f"{folder} is not a site store, it has no {DESCRIPTION}; {hint}")
     try:
@@ -312,7 +313,35 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
     missing += [f"connectome.{key}" for key in CONNECTOME_SETTINGS if key not in present]
     if missing:
         raise StoreError(f"{file} does not state {', '.join(missing)}; make the store again")
+    if wrong := _wrong_values(description):
+        raise StoreError(f"{file} is damaged: {wrong}; make the store again")
     return description
+
+
+def _wrong_values(description: Mapping[str, Any]) -> str | None:
+    """Return the first part of a description that is of another type than what is written."""
+
+    def are(kind: type, values: Any) -> bool:
+        return isinstance(values, dict) and all(type(value) is kind for value in values.values())
+
+    connectome = description["connectome"]
+    for key in ("window", "stride"):
+        value = connectome[key]
+        if value is not None and (type(value) is not int or value < 1):
+            return f"connectome.{key} is {value!r}"
+    for key in set(CONNECTOME_SETTINGS) - {"window", "stride"}:
+        if not isinstance(connectome[key], str):
+            return f"connectome.{key} is {connectome[key]!r}"
+    right = {
+        "site": isinstance(description["site"], str),
+        "atlas": isinstance(description["atlas"], str),
+        "synthetic": isinstance(description["synthetic"], bool),
+        "checksums": are(str, description["checksums"]),
+        "counts": are(int, description.get("counts", {})),
+        "excluded": isinstance(description.get("excluded", []), list)
+        and all(are(str, entry) for entry in description.get("excluded", [])),
+    }
+    return next((f"{key} is {description[key]!r:.60}" for key, ok in right.items() if not ok), None)
 
 
 def find_site_stores(folder: str | os.PathLike[str]) -> list[Path]:

@@ -217,6 +217,7 @@ def test_a_bad_scan_is_one_sentence_and_leaves_the_old_store(
         (("--kind", "tangent", "--whole-scan"), "tangent connectomes need --folds and --fold"),
         (("--folds", 5, "--fold", 0), "--fold is for --kind tangent only"),
         (("--fold", 0), "--fold needs --folds"),
+        (("--folds", 3, "--seed", -1), "seed is -1; it must not be negative"),
         (
             ("--kind", "tangent", "--whole-scan", "--folds", 3, "--fold", 3),
             "fold is 3; with 3 folds it is 0 to 2",
@@ -333,6 +334,7 @@ def test_check_refuses_what_cannot_be_trained_on(call, prepare):
     result = call("check", out, code=1)
     assert "site 'NYU' has 6 subjects (3 of autism, 3 of control), too few for 5 f" in result.stderr
     call("check", "--folds", 0, out)
+    assert "folds is -1; at least 2 are needed" in call("check", "--folds", -1, out, code=2).stderr
 
 
 def test_check_without_a_store_says_how_to_make_one(call, tmp_path):

@@ -33,6 +33,9 @@ def test_scans_are_found_by_pattern_and_sorted(tmp_path, monkeypatch):
     expected = ["sub-01", "sub-02", "sub-03"]
     for pattern in (f"{tmp_path}/sub-*/func/*bold.nii.gz", f"{tmp_path}/**/*bold.nii.gz"):
         assert [scan.participant_id for scan in find_scans(pattern, ANY)] == expected
+    touch(tmp_path, "visit [1]/sub-04/func/sub-04_bold.nii.gz")
+    (scan,) = find_scans(f"{tmp_path}/visit [1]/sub-*/func/*bold.nii.gz", ANY)
+    assert scan.participant_id == "sub-04"
     monkeypatch.chdir(tmp_path)
     scans = find_scans("sub-*/func/*bold.nii.gz", ANY)
     assert [scan.participant_id for scan in scans] == expected
@@ -151,7 +154,7 @@ def test_other_words_for_the_diagnosis(tmp_path):
         SourceError,
         match=r"the column 'group' has the word\(s\) 'ASD' \(1\), 'Typically Developing' \(1\), "
         r"'ADHD' \(1\), '\(empty\)' \(1\), and only autism and control are known; say what each "
-        "means, such as --diagnosis-word 'ASD=control', or leave-out",
+        "means with --diagnosis-word 'ASD=MEANING', MEANING one of .*, leave-out",
     ):
         read(tmp_path, text, column="group")
     words = ["asd=autism", "typically developing=control", "ADHD=leave-out", "=leave-out"]
@@ -174,7 +177,11 @@ def test_a_diagnosis_word_of_another_form_is_refused(entry):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no column 'participant_id', only nothing"),
+        ("", "participants.tsv is empty"),
+        (
+            "participant_id diagnosis\n",
+            "only participant_id diagnosis; separate its columns by tabs",
+        ),
         ("subject\tdiagnosis\n1\tautism\n", "has no column 'participant_id', only subject, diagn"),
         ("participant_id\tDX\n1\tautism\n", "'diagnosis', only participant_id, DX; name the diag"),
         ("participant_id\tdiagnosis\n1\tautism\nsub-1\tautism\n", "has two rows of sub-1"),

@@ -175,6 +175,13 @@ def test_mismatch_is_an_error_and_drop_lists_it(prepare, hospital):
     assert stated["join"]["without_row"] == ["sub-09_task-rest_bold.nii.gz"]
 
 
+def test_brackets_in_an_id_are_shown_as_they_are(prepare, hospital):
+    hospital.rows.append(["sub-[/x]", "control", "n/a", "F"])
+    hospital.write_rows()
+    result, _ = prepare("--mismatch", "drop", "--whole-scan")
+    assert "sub-[/x]" in result.output
+
+
 def test_a_short_scan_is_left_out_with_its_numbers(prepare, hospital, write_scan):
     write_scan(hospital.scan("02"), hospital.data(31))
     write_scan(hospital.scan("03"), hospital.data(33))

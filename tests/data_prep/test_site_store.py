@@ -155,6 +155,30 @@ def test_no_store_says_how_to_make_one(tmp_path, make_store):
 
 
 @pytest.mark.parametrize(
+    ("part", "value", "sentence"),
+    [
+        ("checksums", 3, "checksums is 3"),
+        ("counts", {"found": "many"}, "counts is {'found': 'many'}"),
+        ("excluded", [3], r"excluded is \[3\]"),
+        ("synthetic", "no", "synthetic is 'no'"),
+        ("connectome", {"window": "x"}, "connectome.window is 'x'"),
+        ("connectome", {"stride": -1}, "connectome.stride is -1"),
+        ("connectome", {"kind": None}, "connectome.kind is None"),
+    ],
+)
+def test_a_description_with_other_values_than_are_written_is_refused(
+    make_store, part, value, sentence
+):
+    folder = make_store()
+    file = folder / "dataset_description.json"
+    description = json.loads(file.read_text())
+    value = {**description[part], **value} if part == "connectome" else value
+    file.write_text(json.dumps({**description, part: value}))
+    with pytest.raises(StoreError, match=f"json is damaged: {sentence}; make the store again"):
+        read_site_store(folder)
+
+
+@pytest.mark.parametrize(
     ("name", "old", "new"),
     [
         ("participants.tsv", "autism", "control"),
