@@ -263,6 +263,8 @@ def repetition_time(
         none that a scan can have.
     """
     if tr is not None:
+        if not TR_RANGE[0] <= tr <= TR_RANGE[1]:
+            raise SourceError(f"--tr is {tr:g} s, which no functional scan has; it is in seconds")
         return tr
     header, why_not = _header_tr(image)
     stated = _sidecar_tr(sidecars)

@@ -533,6 +533,8 @@ def predict(
         torch.set_num_threads(1)  # many small products: more threads only wait for each other
         if (atlas is None) != (labels is None):
             raise ValueError("--atlas and --labels are given together: a label map and its table")
+        if out is not None:
+            prediction.check_out(out)
         files = prediction.AtlasFiles(atlas, labels, tr) if atlas and labels else None
         bundle = read_bundle(model)
         with _progress() as progress:
@@ -554,7 +556,8 @@ def predict(
                     pictures=pictures,
                     on_picture=lambda: progress.advance(task),
                 )
-            typer.echo(f"{out}: predictions.tsv, windows.tsv, connections.tsv, {total} pictures")
+            drawn = f"{total} picture{'' if total == 1 else 's'}"
+            typer.echo(f"{out}: predictions.tsv, windows.tsv, connections.tsv, {drawn}")
 
 
 def _check_writable(out: Path) -> None:
@@ -569,13 +572,15 @@ def _changed(experiment: Experiment, **changes: object) -> Experiment:
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,  # in a file a bar is one line of no use
     )
 
 

@@ -32,6 +32,7 @@ import torch
 
 from fedbn.bundle_metadata import (
     BUNDLE_FORMAT,
+    check_facts,
     inference_config,
     metadata,
     metadata_schema,
@@ -82,8 +83,16 @@ def export_bundle(kept: KeptModel, facts: SiteFacts, out: Path) -> tuple[Path, b
         If something else is in the folder, or a check fails.
     """
     _check_arguments(kept)
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    if not there.is_dir():
+        raise BundleError(f"cannot write {out}: {there} is a file; name another place")
     if out.exists() and not (out.is_dir() and (is_bundle(out) or not any(out.iterdir()))):
         raise BundleError(f"{out} holds something that is not a bundle of fedbn; name a new folder")
+    if foreign := _foreign(out):
+        raise BundleError(
+            f"the bundle {out} also holds {', '.join(foreign[:5])}, which replacing it would "
+            "delete; move that elsewhere, or name a new folder"
+        )
     try:
         with _temporary(out) as temporary:
             compiled = _write_files(temporary, kept, facts)
@@ -95,6 +104,15 @@ def export_bundle(kept: KeptModel, facts: SiteFacts, out: Path) -> tuple[Path, b
             "writable (an older bundle is unchanged)"
         ) from error
     return out, compiled
+
+
+def _foreign(out: Path) -> list[str]:
+    """Return what a person has put into an older bundle, such as scans and predictions."""
+    files = {METADATA, INFERENCE, SCHEMA, WEIGHTS, TORCHSCRIPT, README}
+    known = files | {path.parent for path in files}
+    found = sorted(path.relative_to(out) for path in out.rglob("*"))
+    foreign = [path for path in found if path not in known]
+    return [str(path) for path in foreign if path.parent not in foreign]
 
 
 def is_bundle(folder: Path) -> bool:
@@ -303,7 +321,10 @@ def read_bundle(path: Path) -> Bundle:
             raise BundleError(
                 f"{path} has the format {facts['format']!r}, this version reads {BUNDLE_FORMAT}"
             )
+        check_facts(facts)
         weights = torch.load(path / WEIGHTS, map_location="cpu", weights_only=True)
+        if len(weights["mean"]) != facts["connectome"]["n_edges"]:
+            raise ValueError(f"the network takes {len(weights['mean'])} edges")
         inner = build_network(facts["network"]["name"], facts["network"]["args"], 0)
         model = SiteNetwork(inner, len(weights["mean"])).eval()
         load_entries(model, weights)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn import evaluation
 from fedbn.kept_model import KeptModel, SiteFacts
@@ -121,6 +123,62 @@ def metadata(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
             "versions": found,
         },
     }
+
+
+class _Connectome(BaseModel):
+    """What a store's signature states, as far as a prediction needs it."""
+
+    model_config = ConfigDict(strict=True)
+
+    atlas: str
+    kind: str
+    estimator: str
+    transform: str
+    edge_order: str
+    negative: str
+    window: Annotated[int, Field(ge=3)] | None
+    stride: Annotated[int, Field(ge=1)] | None
+    n_edges: int
+    rois: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+
+
+class _Facts(BaseModel):
+    """The part of ``metadata.json`` that :mod:`fedbn.prediction` uses."""
+
+    model_config = ConfigDict(strict=True)
+
+    site: str
+    job: str
+    finetuned: bool
+    network: dict[str, Any]
+    connectome: _Connectome
+    scan: dict[str, Any] | None
+    experiment: dict[str, Any] | None
+    threshold: float
+    site_threshold: float | None
+    distances: dict[str, Annotated[list[float], Field(min_length=3, max_length=3)]] | None
+    weights_sha256: str
+
+
+def check_facts(facts: dict[str, Any]) -> None:
+    """Refuse facts of a bundle that are not as :func:`metadata` writes them.
+
+    Raises
+    ------
+    ValueError
+        Naming the first field that is wrong, and why.
+    """
+    try:
+        found = _Facts.model_validate(facts)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, ("fedbn", *first["loc"])))
+        raise ValueError(f"metadata.json, {field}: {first['msg'].lower()}") from None
+    n_rois = len(found.connectome.rois)
+    if found.connectome.n_edges != n_rois * (n_rois - 1) // 2:
+        raise ValueError(
+            f"metadata.json states {found.connectome.n_edges} edges for {n_rois} regions"
+        )
 
 
 def _data_type(kept: KeptModel) -> str:

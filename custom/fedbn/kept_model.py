@@ -142,11 +142,11 @@ def _state_folder(run: Path, site: str) -> Path:
             f"{run} holds models of site {site!r} from {len(found)} jobs ({jobs}); name the folder "
             "of one of them"
         )
-    others = ", ".join(sorted({folder.name for folder in folders})) or "of no site"
-    sentence = f"{run} holds no model of site {site!r} ({others} there)"
+    sentence = f"{run} holds no site's model"
     if folders:
+        others = ", ".join(sorted({folder.name for folder in folders}))
         sentence = f"{run} holds no model of site {site!r}, only of {others}"
-    if any(run.rglob(SHARED_FILE)):
+    elif any(run.rglob(SHARED_FILE)):
         sentence += (
             f"; its {SHARED_FILE} holds the shared weights without any site's batch norm and "
             "cannot predict: export at the site, from the site's own workspace"
@@ -316,6 +316,8 @@ def _from_run(kept: KeptModel, run: Path) -> tuple[Experiment | None, dict[str, 
     for path in sorted(folder.rglob("results.json")):
         with contextlib.suppress(ValueError):
             results = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(results, dict):
+                continue
             if results.get("format") == FORMAT and results.get("job") == kept.job:
                 experiment = Experiment.model_validate(results["experiment"])
                 return experiment, results["sites"].get(kept.site)
@@ -457,4 +459,4 @@ def read_own_store(root: Path, site: str, *, required: bool) -> SiteStore | None
     folder = root / site
     if not required and not folder.is_dir():
         return None
-    return read_site_store(folder)
+    return read_site_store(folder, verify=True)

@@ -33,7 +33,7 @@ from data_prep.site_store import (
 )
 from data_prep.sources import SourceError, read_roi_file
 from fedbn.attribution import integrated_gradients
-from fedbn.bundle import Bundle, read_bundle
+from fedbn.bundle import Bundle, is_bundle, read_bundle
 from fedbn.kept_model import check_same_data
 from fedbn.settings import Experiment
 from fedbn.site import prepare
@@ -217,10 +217,11 @@ def _as_1d(path: Path) -> bytes | None:
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     header, _, rest = text.partition("\n")
     ids = [part.strip().strip("\"'").lstrip("#") for part in header.strip().split(separator)]
-    if any(not name or " " in name for name in ids):
+    if not all(re.fullmatch(r"[\w.+-]+", name) for name in ids):
+        mark = {",": "commas", "\t": "tabs"}[separator]
         raise PredictionError(
-            f"{path.name} must start with a line of ROI ids (10, 11, …), one a column; it starts "
-            f"with {header.strip()[:60]!r}"
+            f"{path.name} must start with a line of ROI ids (10, 11, …), one a column, with "
+            f"{mark} between them; it starts with {header.strip()[:60]!r}"
         )
     lines = [" ".join(f"#{name}" for name in ids), *rest.replace(separator, " ").splitlines()]
     return ("\n".join(lines) + "\n").encode("ascii", errors="replace")
@@ -378,7 +379,8 @@ def _silent(bundle: Bundle, name: str, series: np.ndarray) -> list[str]:
     silent = silent_rois(series)
     if len(silent) == 0:
         return []
-    named = ", ".join(f"{bundle.rois[k][0]} ({bundle.rois[k][1]})" for k in silent)
+    named = ", ".join(f"{bundle.rois[k][0]} ({bundle.rois[k][1]})" for k in silent[:5])
+    named += f" and {len(silent) - 5} more" if len(silent) > 5 else ""
     rule = ((bundle.facts["scan"] or {}).get("quality_rule") or {}).get("silent_rois")
     if rule == "exclude":
         raise PredictionError(
@@ -398,7 +400,7 @@ def _length(bundle: Bundle, n_timepoints: int) -> list[str]:
 
 def _of_store(bundle: Bundle, folder: Path) -> Iterator[Scan]:
     """Read the subjects of a site store."""
-    store = read_site_store(folder)
+    store = read_site_store(folder, verify=True)
     differences = signature_differences(bundle.signature, store.signature())
     if differences:
         raise PredictionError(
@@ -426,7 +428,10 @@ def _training_subjects(bundle: Bundle, store: SiteStore) -> np.ndarray | None:
     """
     if bundle.facts["experiment"] is None:
         return None
-    experiment = Experiment.model_validate(bundle.facts["experiment"])
+    try:
+        experiment = Experiment.model_validate(bundle.facts["experiment"])
+    except ValueError:  # of another version of fedbn
+        return None
     if store.site not in experiment.sites:
         return np.zeros(len(store.participants), dtype=bool)
     if store.site != bundle.site:
@@ -524,6 +529,20 @@ def strongest(prediction: Prediction, n: int = N_CONNECTIONS) -> np.ndarray:
 # ---------------------------------------------------------------------------------------- writing
 
 
+def check_out(out: Path) -> None:
+    """Refuse, before any scan is scored, a place that can hold no predictions.
+
+    Raises
+    ------
+    PredictionError
+        If it is a file, or a bundle: what is in a bundle is the bundle's.
+    """
+    if out.exists() and not out.is_dir():
+        raise PredictionError(f"--out {out} is not a folder; name another place")
+    if is_bundle(out):
+        raise PredictionError(f"--out {out} is a bundle; name a folder beside it, or one inside")
+
+
 def write_predictions(
     bundle: Bundle,
     predictions: Sequence[Prediction],
@@ -548,8 +567,7 @@ def write_predictions(
     on_picture
         Called after each.
     """
-    if out.exists() and not out.is_dir():
-        raise PredictionError(f"--out {out} is not a folder")
+    check_out(out)
     tables = {
         "predictions.tsv": [prediction_row(bundle, p) for p in predictions],
         "windows.tsv": [row for p in predictions for row in _window_rows(bundle, p)],

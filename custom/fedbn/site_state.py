@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -48,6 +49,10 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         If it cannot be written (full disk, read-only folder); an older file stays as it was.
     """
     temporary: str | None = None
+    if path.parent.exists() and not path.parent.is_dir():
+        raise SiteStateError(
+            f"cannot write {path.name}: {path.parent} is a file; name a folder in its place"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
@@ -133,7 +138,10 @@ def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dic
     if not path.is_file():
         raise SiteStateError(f"{kind} file {path.name} is missing in {path.parent}")
     try:
-        content = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+        data = io.BytesIO(path.read_bytes())
+        if not _is_saved_by_torch(data):
+            raise ValueError("no archive of torch.save")
+        content = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as error:
         raise SiteStateError(
             f"cannot read {kind} file {path}: {error.strerror or error}"
@@ -166,6 +174,16 @@ def load_checkpoint(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dic
             "restore it from a backup, or delete it and start a new job"
         )
     return tensors, json.loads(facts)
+
+
+def _is_saved_by_torch(data: IO[bytes]) -> bool:
+    """Whether this is an archive of ``torch.save``: no bare pickle, and no TorchScript."""
+    if not zipfile.is_zipfile(data):
+        return False
+    with zipfile.ZipFile(data) as archive:
+        names = archive.namelist()
+    data.seek(0)
+    return not any(name.endswith("/constants.pkl") for name in names)
 
 
 class SiteState:

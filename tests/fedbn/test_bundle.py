@@ -166,6 +166,16 @@ def test_an_older_bundle_is_replaced_and_anything_else_is_not(finished_run, dama
     with pytest.raises(BundleError, match="holds something that is not a bundle of fedbn"):
         exported(finished_run, "NYU", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
+    with pytest.raises(BundleError, match=r"thesis\.txt is a file; name another place"):
+        exported(finished_run, "NYU", tmp_path / "mine" / "thesis.txt" / "bundle")
+    (damaged / "predictions").mkdir()
+    (damaged / "predictions" / "predictions.tsv").write_text("")
+    (damaged / "models" / "notes.txt").write_text("")
+    with pytest.raises(
+        BundleError, match=r"bundle also holds models/notes\.txt, predictions, which replacing it"
+    ):
+        exported(finished_run, "NYU", damaged)
+    assert (damaged / "predictions" / "predictions.tsv").exists()
 
 
 def test_an_older_bundle_stays_if_the_new_one_cannot_be_written(finished_run, damaged, monkeypatch):
@@ -184,6 +194,35 @@ def test_arguments_that_monai_would_run_are_refused(finished_run, tmp_path, valu
     kept.network["args"] = {"hidden": [8], "act": [value]}
     with pytest.raises(BundleError, match="configuration files would run as code"):
         export_bundle(kept, SiteFacts(), tmp_path / "bundle")
+
+
+def without(part, facts):
+    del facts[part]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda f: f["connectome"].update(window="x"), r"connectome\.window: input should be a "),
+        (lambda f: f["connectome"].update(window=-3), r"connectome\.window: input should be gre"),
+        (lambda f: f["connectome"].update(stride=0), r"connectome\.stride: input should be grea"),
+        (lambda f: f["connectome"].update(rois=[1]), r"connectome\.rois\.0: input should be a "),
+        (lambda f: f["connectome"].update(rois=[["1", "a"]]), "states 28 edges for 1 regions"),
+        (lambda f: f.update(distances={"features": [1.0]}), r"distances\.features: list should"),
+        (lambda f: f.update(scan=[1]), r"fedbn\.scan: input should be a valid dictionary"),
+        (lambda f: f.update(threshold="0.5"), r"fedbn\.threshold: input should be a valid"),
+        (lambda f: without("connectome", f), r"fedbn\.connectome: field required"),
+        (lambda f: without("weights_sha256", f), r"fedbn\.weights_sha256: field required"),
+        (lambda f: f.update(network={"name": "os:system", "args": {}}), "'os:system' is not a ne"),
+    ],
+)
+def test_facts_of_another_form_are_refused(damaged, change, sentence):
+    path = damaged / "configs" / "metadata.json"
+    content = json.loads(path.read_text())
+    change(content["fedbn"])
+    path.write_text(json.dumps(content))
+    with pytest.raises(BundleError, match=f"is damaged or not a bundle .*{sentence}.*export it a"):
+        read_bundle(damaged)
 
 
 def test_the_shared_weights_are_refused_in_place_of_a_bundle(finished_run):

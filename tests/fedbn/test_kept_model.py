@@ -68,8 +68,11 @@ def test_the_shared_weights_alone_are_refused_with_the_reason(finished_run):
 
 
 def test_other_refusals(finished_run, copied, tmp_path):
-    with pytest.raises(BundleError, match=r"holds no model of site 'USM', only of NYU, UM"):
+    with pytest.raises(BundleError, match=r"holds no model of site 'USM', only of NYU, UM$"):
         find_kept_model(finished_run.workspace, "USM")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BundleError, match=r"empty holds no site's model$"):
+        find_kept_model(tmp_path / "empty", "NYU")
     with pytest.raises(BundleError, match="does not exist"):
         find_kept_model(tmp_path / "nowhere", "NYU")
     with pytest.raises(BundleError, match=r"no fine-tuned model in .*without --finetuned"):

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from data_prep.atlas import read_atlas
-from data_prep.site_store import read_site_store, write_site_store
+from data_prep.site_store import StoreError, read_site_store, write_site_store
 from data_prep.timeseries import ExtractionSettings, extract_time_series
 from fedbn.__main__ import app
 from fedbn.bundle import export_bundle, read_bundle
@@ -195,6 +195,13 @@ def test_another_kind_of_store_is_refused(finished_run, bundle, tmp_path, change
         of_files(bundle, tmp_path / "NYU")
 
 
+def test_a_store_whose_values_were_changed_is_refused(finished_run, bundle, tmp_path):
+    shutil.copytree(finished_run.data / "NYU", tmp_path / "NYU")
+    np.load(tmp_path / "NYU" / "connectomes.npy", mmap_mode="r+")[0, 0] = np.nan
+    with pytest.raises(StoreError, match=r"'NYU': connectomes\.npy was changed after the store"):
+        of_files(bundle, tmp_path / "NYU")
+
+
 def test_a_store_with_the_regions_in_another_order_is_refused(finished_run, bundle, tmp_path):
     rois = read_site_store(finished_run.data / "NYU").rois
     write_other_store(finished_run.data / "NYU", tmp_path / "NYU", {}, rois=rois[::-1])
@@ -223,6 +230,8 @@ def test_other_refusals(finished_run, bundle, changed, tmp_path):
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
     shutil.copy(path, tmp_path / "a.mat")
     (tmp_path / "names.csv").write_text("Left Thalamus,Left Caudate\n1,2\n")
+    (tmp_path / "semicolons.csv").write_text("10;11;12\n1;2;3\n")
+    (tmp_path / "zeros.csv").write_text("10,11,12,13,14,15,16,17\n" + 30 * "0,0,0,0,0,0,0,0\n")
     tangent = changed(
         connectome={"kind": "tangent", "transform": "none", "window": None, "stride": None}
     )
@@ -231,6 +240,8 @@ def test_other_refusals(finished_run, bundle, changed, tmp_path):
         (bundle, [tmp_path / "b.1D"], "there is no scan"),
         (bundle, [tmp_path / "a.mat"], "a.mat is none of the inputs that are known"),
         (bundle, [tmp_path / "names.csv"], "must start with a line of ROI ids"),
+        (bundle, [tmp_path / "semicolons.csv"], "one a column, with commas between them"),
+        (bundle, [tmp_path / "zeros.csv"], r"no signal in 10 .*, 14 \(region 4\) and 3 more; si"),
         (bundle, [path, path], "two scans are called 'a'"),
         (tangent, [path], "tangent connectomes, which need the site's training subjects"),
         (newer, [path], "connectomes with transform 'rank', this version makes 'fisher z'"),
@@ -280,6 +291,7 @@ def test_a_functional_scan_is_taken_as_the_site_has_taken_its_own(bundle, change
     assert found.name == "sub-1_bold"
     assert found.warnings == ("repetition time 2 s; the site's training scans had 3 s",)
     for other, given, sentence in (
+        (model, dataclasses.replace(files, tr=-3), "--tr is -3 s, which no functional scan has"),
         (bundle, files, "its bundle does not say how they were made of scans"),
         (model, None, "name the label map and its table with --atlas and --labels"),
         (changed(scan=scan), files, "was trained with the atlas 'eight regions', and blocks"),
@@ -411,6 +423,28 @@ def test_a_store_that_has_changed_since_costs_the_reference_only(
     done = run(*arguments, "--data", tmp_path / "data")
     assert done.exit_code == 1
     assert "has changed since the run" in done.stderr
+
+
+def test_a_place_that_cannot_take_predictions_is_said_first(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, sentence in ((tmp_path / "file", "is not a folder"), (folder, "is a bundle; name a")):
+        done = run("predict", "--model", folder, "--input", "no.1D", "--out", out)
+        assert done.exit_code == 1
+        assert done.stderr == f"fedbn: {' '.join(done.stderr.split()[1:])}\n"
+        assert sentence in done.stderr
+
+
+def test_names_with_brackets_are_shown_as_they_are(bundle, finished_run, monkeypatch, tmp_path):
+    from io import StringIO
+
+    from rich.console import Console
+
+    from fedbn.report.prediction_tables import prediction_table
+
+    scan = finished_run.write_series(tmp_path / "a[b].1D", "sub-NY04")
+    screen = Console(file=StringIO(), width=200)
+    screen.print(prediction_table(bundle, of_files(bundle, scan)))
+    assert "a[b]" in screen.file.getvalue()
 
 
 def test_atlas_and_table_are_given_together(folder, tmp_path):

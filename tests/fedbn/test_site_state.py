@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -331,6 +332,13 @@ def test_a_write_that_fails_half_way(tmp_path):
     assert path.read_text() == '{\n  "round": 1\n}'
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(SiteStateError, match=r"cannot write a\.json: .*out is a file; name a fold"):
+        write_json(tmp_path / "out" / "a.json", 1)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_any_interruption_leaves_the_older_file(tmp_path, error):
     path = tmp_path / "a.json"
@@ -543,13 +551,21 @@ class Code:
         return Path.touch, (self.path,)
 
 
+def torchscript_bytes():
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Identity()), buffer)
+    return buffer.getvalue()
+
+
 def torch_bytes(content):
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("error")  # PyTorch's own are paragraphs
 def test_code_in_a_file_is_never_executed(state, tmp_path):
     trap = tmp_path / "executed"
     state.save_local(local_entries(), 3)
@@ -557,6 +573,7 @@ def test_code_in_a_file_is_never_executed(state, tmp_path):
         pickle.dumps(Code(trap)),
         pickle.dumps({"format": FORMAT, "kind": Code(trap)}),
         torch_bytes({"format": FORMAT, "kind": LOCAL_ENTRIES, "model": Code(trap)}),
+        torchscript_bytes(),
     ):
         state.local_path.write_bytes(content)
         with pytest.raises(SiteStateError, match="is damaged or not a fedbn file"):

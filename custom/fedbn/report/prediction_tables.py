@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from fedbn.bundle import Bundle
@@ -16,7 +17,7 @@ def prediction_table(bundle: Bundle, predictions: Sequence[Prediction]) -> Table
     """Return one row a scan, at most :data:`MOST_ROWS`."""
     threshold, own = bundle.facts["threshold"], bundle.facts["site_threshold"]
     table = Table(
-        title=f"Model of site {bundle.site}, job {bundle.facts['job']}",
+        title=escape(f"Model of site {bundle.site}, job {bundle.facts['job']}"),
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -30,7 +31,7 @@ def prediction_table(bundle: Bundle, predictions: Sequence[Prediction]) -> Table
     table.add_column("unlike the\ntraining")
     for prediction in predictions[:MOST_ROWS]:
         cells = [
-            prediction.scan.name,
+            escape(prediction.scan.name),
             f"{prediction.probability:.3f}",
             verdict(prediction, threshold),
             *([] if own is None else [verdict(prediction, own)]),
