@@ -41,7 +41,7 @@ abide: $(READY)
 
 # A process for each core: the runs of real processes mostly wait for each other.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

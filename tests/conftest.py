@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 
 import numpy as np
@@ -116,3 +117,42 @@ def write_experiment():
         (folder / EXPERIMENT_FILE).write_text(json.dumps(experiment.model_dump(mode="json")))
 
     return write
+
+
+def together(nodeid):
+    """Name the tests that one process has to run one after another: a file's, or several files'.
+
+    Those of a group share processes that take long to start.
+    """
+    file = nodeid.partition("::")[0]
+    name = file.rpartition("/")[2].removeprefix("test_").removesuffix(".py")
+    if "end_to_end/" not in file:
+        return file
+    if name.startswith("deployment"):
+        return "deployment"
+    return "simulator" if name in ("parity", "messages", "bundles", "models") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand tests to several processes by what they share; xdist's own groups need older pytest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return together(nodeid)
+
+    config.option.loadscopereorder = False
+    return Together(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """In several processes the longest tests begin first, so that none is left over at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        first = ("simulator", "deployment")
+        items.sort(
+            key=lambda item: (
+                first.index(group) if (group := together(item.nodeid)) in first else len(first),
+                "end_to_end/" not in item.nodeid,
+            )
+        )

@@ -9,7 +9,7 @@ from fedbn.bundle import export_bundle, read_bundle
 from fedbn.kept_model import find_kept_model, site_facts
 from fedbn.prediction import held_out_accuracy, predict_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 
 def test_each_sites_bundle_has_the_accuracy_of_the_results(fedbn_run, tmp_path):

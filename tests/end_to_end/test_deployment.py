@@ -18,7 +18,7 @@ from fedbn.flare.recipe import FedBNRecipe
 from fedbn.site import make_network
 from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = pytest.mark.slow
 
 COMPLETED = "FINISHED:COMPLETED"
 

@@ -19,7 +19,7 @@ from deployment import SERVER, SITES
 from fedbn.resume import continue_job
 from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = pytest.mark.slow
 
 COUNTER = "hidden.0.norm.num_batches_tracked"
 QUORUM = 2

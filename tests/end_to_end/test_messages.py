@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedbn.site import make_network
 from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulator")]
+pytestmark = pytest.mark.slow
 
 STATISTICS = ("hidden.0.norm.running_mean", "hidden.0.norm.running_var")
 

@@ -12,7 +12,7 @@ from fedbn.networks import build_network
 from fedbn.site import prepare
 from fedbn.site_state import COMPLETE_MODEL, SHARED_WEIGHTS, SiteStateError, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["NYU", "UM"])

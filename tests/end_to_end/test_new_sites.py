@@ -13,7 +13,7 @@ from fedbn.__main__ import app
 from fedbn.adaptation import AFFINE, AFFINE_FILE
 from fedbn.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulator")]
+pytestmark = pytest.mark.slow
 
 NORM = "hidden.0.norm"
 FILTER = {"path": "fedbn.flare.filters.BatchNormFilter", "args": {"policy": "fedbn"}}

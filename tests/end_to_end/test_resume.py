@@ -13,7 +13,7 @@ from fedbn.results import weights_digest
 from fedbn.settings import read_experiment
 from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulator")]
+pytestmark = pytest.mark.slow
 
 
 def test_a_killed_run_goes_on_bit_for_bit_with_batch_norm_and_control_variates(
