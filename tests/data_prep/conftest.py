@@ -1,5 +1,7 @@
+import copy
 import csv
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +92,8 @@ def make_store(tmp_path):
 
 def scan_text(series, ids=tuple(i for i, _ in ROIS)):
     lines = ["\t".join(f"#{i}" for i in ids)]
-    lines += ["\t".join(f"{value:.6f}" for value in row) for row in series]
+    line = "\t".join(["%.6f"] * len(ids))
+    lines += [line % tuple(row) for row in series.tolist()]
     return "".join(line + "\r\n" for line in lines)
 
 
@@ -133,10 +136,24 @@ class SmallAbide:
             writer.writeheader()
             writer.writerows(self.rows)
 
+    def copy(self, root):
+        """Return the same folder at another place, for a test to change."""
+        shutil.copytree(self.root, root)
+        other = copy.copy(self)
+        other.rows = [dict(row) for row in self.rows]
+        other.root, other.folder = root, root / "ABIDE_pcp"
+        other.scans = other.folder / "cpac" / "filt_noglobal"
+        return other
+
+
+@pytest.fixture(scope="session")
+def written_abide(tmp_path_factory):
+    return SmallAbide(tmp_path_factory.mktemp("abide") / "source", np.random.default_rng(20))
+
 
 @pytest.fixture
-def small_abide(tmp_path, rng):
-    return SmallAbide(tmp_path / "source", rng)
+def small_abide(written_abide, tmp_path):
+    return written_abide.copy(tmp_path / "source")
 
 
 def save_scan(file, data, *, tr=2.0, unit="sec", voxel=3.0, origin=(0.0, 0.0, 0.0), code=1):

@@ -299,7 +299,8 @@ def test_synthetic_stores_are_labelled_and_fit_together(call, tmp_path):
     assert "4 stores are valid and fit together" in result.output
     assert result.output.count("SYNTHETIC") == 4
     assert "Unchanged" in call("synthetic", "--out", out, "--subjects", 10).output
-    assert "Unchanged" not in call("synthetic", "--out", out, "--subjects", 10, "--no-shift").output
+    other = ("--sites", "UM", "--no-shift")
+    assert "Unchanged" not in call("synthetic", "--out", out, "--subjects", 10, *other).output
 
 
 def test_synthetic_never_replaces_real_data(call, prepare):

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 
@@ -5,8 +7,9 @@ from data_prep.connectome import correlation_connectomes
 from data_prep.synthetic import SITES, generate_site
 
 
-def connectomes(site, **options):
-    subjects = list(generate_site(site, **options))
+@functools.cache
+def connectomes(site, shift):
+    subjects = list(generate_site(site, shift=shift))
     features = np.stack([correlation_connectomes(s.series)[0] for s in subjects])
     return features, np.array([s.diagnosis == "autism" for s in subjects])
 

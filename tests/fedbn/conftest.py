@@ -22,7 +22,9 @@ from nvflare.lighter.utils import (
 
 from data_prep.connectome import correlation_connectomes
 from data_prep.site_store import Participant, read_site_store, write_site_store
+from fedbn.bundle import export_bundle
 from fedbn.experiment import federate
+from fedbn.kept_model import find_kept_model, site_facts
 from fedbn.normalization import entries
 from fedbn.results import run_report, site_report
 from fedbn.settings import Experiment
@@ -150,6 +152,11 @@ class FinishedRun:
         (folder,) = self.workspace.rglob(f"a_job/{site}")
         return folder
 
+    def export(self, site, out):
+        kept = find_kept_model(self.workspace, site)
+        facts = site_facts(kept, self.workspace, read_site_store(self.data / site))
+        return export_bundle(kept, facts, out)[0]
+
     def write_series(self, path, subject, *, order=None, rois=None, keep=None, separator=" "):
         """Write a subject's ROI time series with its ids as a header."""
         site = subject[4:6]
@@ -263,3 +270,10 @@ def finished_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_series_store():
     return write_series_store
+
+
+@pytest.fixture(scope="session")
+def bundles(finished_run, tmp_path_factory):
+    """The bundles of both sites; a test that changes one copies it first."""
+    root = tmp_path_factory.mktemp("bundles")
+    return {site: finished_run.export(site, root / site) for site in ("NYU", "UM")}

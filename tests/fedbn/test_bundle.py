@@ -13,21 +13,13 @@ import torch
 from data_prep.site_store import read_site_store
 from fedbn import bundle as bundle_module
 from fedbn.bundle import BundleError, export_bundle, read_bundle
-from fedbn.kept_model import SiteFacts, find_kept_model, site_facts
+from fedbn.kept_model import SiteFacts, find_kept_model
 from fedbn.site_network import NOTICE
 from fedbn.site_state import SiteStateError
 
 
 def exported(run, site, out):
-    kept = find_kept_model(run.workspace, site)
-    facts = site_facts(kept, run.workspace, read_site_store(run.data / site))
-    return export_bundle(kept, facts, out)[0]
-
-
-@pytest.fixture(scope="module")
-def bundles(finished_run, tmp_path_factory):
-    root = tmp_path_factory.mktemp("bundles")
-    return {site: exported(finished_run, site, root / site) for site in ("NYU", "UM")}
+    return run.export(site, out)
 
 
 @pytest.fixture

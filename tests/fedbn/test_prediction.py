@@ -16,7 +16,7 @@ from data_prep.site_store import StoreError, read_site_store, write_site_store
 from data_prep.timeseries import ExtractionSettings, extract_time_series
 from fedbn.__main__ import app
 from fedbn.bundle import export_bundle, read_bundle
-from fedbn.kept_model import SiteFacts, find_kept_model, site_facts
+from fedbn.kept_model import SiteFacts, find_kept_model
 from fedbn.prediction import (
     N_CONNECTIONS,
     AtlasFiles,
@@ -33,11 +33,9 @@ from fedbn.report.prediction_picture import prediction_picture
 from fedbn.site_network import NOTICE
 
 
-@pytest.fixture(scope="module")
-def folder(finished_run, tmp_path_factory):
-    kept = find_kept_model(finished_run.workspace, "NYU")
-    facts = site_facts(kept, finished_run.workspace, read_site_store(finished_run.data / "NYU"))
-    return export_bundle(kept, facts, tmp_path_factory.mktemp("prediction") / "NYU")[0]
+@pytest.fixture
+def folder(bundles):
+    return bundles["NYU"]
 
 
 @pytest.fixture
