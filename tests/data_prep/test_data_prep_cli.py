@@ -364,11 +364,11 @@ def test_a_place_that_cannot_be_written_is_one_sentence(call, tmp_path, monkeypa
 
 def test_the_default_place_is_the_data_root(call, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "named"))
-    call("synthetic", "--sites", "UM", "--subjects", 4, "--whole-scan")
+    call("synthetic", "--sites", "UM", "--subjects", 1, "--whole-scan")
     assert [p.name for p in find_site_stores(tmp_path / "named")] == ["UM"]
     monkeypatch.delenv("FEDBN_DATA")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    call("synthetic", "--sites", "UM", "--subjects", 4, "--whole-scan")
+    call("synthetic", "--sites", "UM", "--subjects", 1, "--whole-scan")
     assert [p.name for p in find_site_stores(tmp_path / "home" / "fedbn_data")] == ["UM"]
 
 

@@ -55,8 +55,9 @@ def changed(bundle):
     return change
 
 
-def of_files(bundle, *paths):
-    return [predict(bundle, scan) for scan in read_scans(bundle, paths)]
+def of_files(bundle, *paths, only=slice(None)):
+    scans = list(read_scans(bundle, paths))
+    return [predict(bundle, scan) for scan in scans[only]]
 
 
 def rows_of(path):
@@ -80,7 +81,7 @@ def test_a_file_of_time_series_gives_what_the_store_gives(finished_run, bundle, 
     separator = {"1D": " ", "tsv": "\t", "csv": ","}[ending]
     path = finished_run.write_series(tmp_path / f"a.{ending}", "sub-NY04", separator=separator)
     (found,) = of_files(bundle, path)
-    of_store = of_files(bundle, finished_run.data / "NYU")[4]
+    (of_store,) = of_files(bundle, finished_run.data / "NYU", only=slice(4, 5))
     assert of_store.scan.name == "sub-NY04"
     assert found.window_probability == pytest.approx(of_store.window_probability, abs=1e-6)
     assert found.scan.name == "a"
@@ -95,7 +96,7 @@ def test_columns_in_another_order_are_matched_by_id(finished_run, bundle, tmp_pa
 
 
 def test_the_attributions_add_up_to_the_log_odds(finished_run, bundle):
-    for found in of_files(bundle, finished_run.data / "UM")[:5]:
+    for found in of_files(bundle, finished_run.data / "UM", only=slice(5)):
         log_odds = np.log(found.window_probability / (1 - found.window_probability))
         assert found.log_odds == pytest.approx(log_odds.mean(), abs=1e-4)
         difference = found.log_odds - found.baseline_log_odds
@@ -118,7 +119,7 @@ def test_a_scan_like_the_training_is_not_warned_of_and_noise_is(
 
 
 def test_without_a_reference_nothing_is_judged(changed, finished_run):
-    found = of_files(changed(distances=None), finished_run.data / "NYU")[0]
+    (found,) = of_files(changed(distances=None), finished_run.data / "NYU", only=slice(1))
     assert found.far is None
     assert found.distances["features"] > 0
 
@@ -132,11 +133,11 @@ def test_another_length_is_told(finished_run, bundle, tmp_path):
 
 def test_on_whom_another_site_has_trained_is_not_known(finished_run, bundle, tmp_path,
                                                        make_series_store, rng):  # fmt: skip
-    assert {p.scan.in_training for p in of_files(bundle, finished_run.data / "UM")} == {None}
+    assert {s.in_training for s in read_scans(bundle, [finished_run.data / "UM"])} == {None}
     make_series_store(tmp_path / "NEW", "NEW", rng, n_subjects=4)
-    assert {p.scan.in_training for p in of_files(bundle, tmp_path / "NEW")} == {False}
+    assert {s.in_training for s in read_scans(bundle, [tmp_path / "NEW"])} == {False}
     make_series_store(tmp_path / "NYU", "NYU", rng)  # the same site, other subjects
-    assert {p.scan.in_training for p in of_files(bundle, tmp_path / "NYU")} == {None}
+    assert {s.in_training for s in read_scans(bundle, [tmp_path / "NYU"])} == {None}
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -326,7 +327,7 @@ def test_tables_and_pictures_say_what_they_are(finished_run, bundle, tmp_path):
 
 
 def test_no_name_of_a_scan_leads_out_of_the_folder(finished_run, bundle, tmp_path, monkeypatch):
-    (one, *_) = predict_files(bundle, [finished_run.data / "NYU"])
+    (one,) = of_files(bundle, finished_run.data / "NYU", only=slice(1))
     named = dataclasses.replace(one, scan=dataclasses.replace(one.scan, name="../../x\ty"))
     monkeypatch.setattr(picture_module, "prediction_picture", lambda *_: b"")
     out = write_predictions(bundle, [named], tmp_path / "out")
@@ -339,7 +340,7 @@ def test_the_picture_states_method_baseline_sum_and_notice(
     changed, finished_run, monkeypatch, synthetic
 ):
     bundle = changed()
-    prediction = of_files(bundle, finished_run.data / "NYU")[0]
+    (prediction,) = of_files(bundle, finished_run.data / "NYU", only=slice(1))
     bundle = changed(connectome={"synthetic": synthetic})
     figures = []
     monkeypatch.setattr(picture_module, "figure_png", lambda figure: figures.append(figure) or b"")
