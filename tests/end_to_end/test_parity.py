@@ -19,15 +19,7 @@ pytestmark = pytest.mark.slow
 
 JOBS = Path(__file__).parents[2] / "jobs"
 METHOD_FIELDS = ("name", "policy", "algorithm", "finetune")
-METHODS_BY_JOB = (
-    "singleset",
-    "fedbn_fedprox",
-    "scaffold",
-    "fedbn_scaffold",
-    "clustered",
-    "fedavg_finetune",
-    "fedbn_finetune_head",
-)
+METHODS_BY_JOB = ("singleset", "fedbn_fedprox", "fedbn_scaffold", "clustered", "fedavg_finetune")
 SAME_IN_EVERY_TRANSPORT = ("experiment", "shared_weights_sha256", "across_sites", "synthetic")
 
 
@@ -142,7 +134,7 @@ def method_runs(simulation):
 def test_each_method_s_job_equals_the_in_process_run(method_runs, in_process, method):
     """FedBN, FedAvg and SiloBN are above; the wiring of all jobs is asserted to be the same.
 
-    FedProx's term and the fine-tuning of all entries do not ask which policy they are used with.
+    All methods, these and the rest, run as FLARE's components in `test_every_method_in_flare.py`.
     """
     run = method_runs[method].result().succeeded()
     result = in_process(run)
