@@ -39,9 +39,8 @@ abide: $(READY)
 	$(BIN)/nvflare simulator $(JOB) -n 4 -t 4 -w $(RUNS)/abide/workspace
 	@$(BIN)/fedbn results $(RUNS)/abide/workspace
 
-# A process for each core: the runs of real processes mostly wait for each other.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
