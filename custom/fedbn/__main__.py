@@ -270,12 +270,12 @@ def adapt(
         run = adaptation.read_run(run_folder)
         store = read_site_store(data, verify=True)
         found = recommend(run, None if evidence is None else read_evidence(evidence))
-        for sentence in found.sentences:
-            typer.echo(sentence)
         why = " ".join(found.sentences)
         if start is not None:
             why = f"asked for with --start; recommended was {found.start!r}: {why}"
         report = adaptation.adapt(run, store, out, start=start or found.start, why=why)
+        for sentence in found.sentences:
+            typer.echo(sentence)
         typer.echo(f"{out / adaptation.MODEL_FILE}: {report['title']}")
         for name, value in report["used"].items():
             typer.echo(f"  {name}: {value}")

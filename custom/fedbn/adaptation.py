@@ -28,6 +28,7 @@ from fedbn.aggregation import WeightedMean
 from fedbn.normalization import (
     Partition,
     Policy,
+    affine_names,
     check_entries,
     entries,
     load_entries,
@@ -35,7 +36,7 @@ from fedbn.normalization import (
 )
 from fedbn.results import FORMAT as RESULTS_FORMAT
 from fedbn.results import versions, weights_digest
-from fedbn.resume import SAVED_FILE
+from fedbn.run_folder import RESULTS_FILE, SAVED_FILE, only_file
 from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.site import Preparation, Site, make_network, mean_and_std, store_fingerprint
 from fedbn.site_state import (
@@ -48,7 +49,6 @@ from fedbn.site_state import (
 )
 
 FORMAT = "fedbn-adaptation-1"
-RESULTS_FILE = "results.json"
 REPORT_FILE = "adaptation.json"
 MODEL_FILE = "model.pt"
 
@@ -148,28 +148,6 @@ class FinishedRun:
     signature: dict[str, Any] | None
 
 
-def affine_names(network: nn.Module, partition: Partition) -> tuple[str, ...]:
-    """Return the names of gamma and beta that stay at a site: trained, of batch norm, and local."""
-    state = network.state_dict(keep_vars=True)
-    local = set(partition.local)
-    return tuple(
-        name
-        for name in partition.batch_norm
-        if name in local and isinstance(state[name], nn.Parameter)
-    )
-
-
-def statistics_names(network: nn.Module, partition: Partition) -> tuple[str, ...]:
-    """Return the names of the running means and variances that stay at a site."""
-    state = network.state_dict()
-    affine = set(affine_names(network, partition))
-    return tuple(
-        name
-        for name in partition.batch_norm
-        if name in partition.local and name not in affine and state[name].is_floating_point()
-    )
-
-
 def mean_over_sites(
     of_sites: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -262,7 +240,13 @@ def read_run(folder: Path) -> FinishedRun:
     fedbn.site_state.SiteStateError
         If a file is damaged.
     """
-    path = _shared_file(folder)
+    path = only_file(
+        folder,
+        SAVED_FILE,
+        "give the folder of one finished run: a simulator workspace, a downloaded job, or the "
+        "job's folder at the server",
+        AdaptationError,
+    )
     saved, meta = load_checkpoint(path, SHARED_WEIGHTS)
     if isinstance(meta.get("experiment"), dict):
         experiment = Experiment.model_validate(meta["experiment"])
@@ -293,19 +277,6 @@ def read_run(folder: Path) -> FinishedRun:
         no_affine=no_affine,
         signature=_signature(path.parent.parent / RESULTS_FILE),
     )
-
-
-def _shared_file(folder: Path) -> Path:
-    if folder.is_file():
-        return folder
-    found = sorted(folder.rglob(SAVED_FILE)) if folder.is_dir() else []
-    if len(found) != 1:
-        what = f"no {SAVED_FILE}" if not found else f"{len(found)} files {SAVED_FILE}"
-        raise AdaptationError(
-            f"{what} in {folder}; give the folder of one finished run: a simulator workspace, a "
-            "downloaded job, or the job's folder at the server"
-        )
-    return found[0]
 
 
 def _read_affine(

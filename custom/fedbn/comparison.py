@@ -35,12 +35,12 @@ import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore
-from fedbn import evaluation, operating_point, paired
+from fedbn import evaluation, kept_work, operating_point, paired
 from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.experiment import Federation, read_stores
 from fedbn.methods import FederatedRunner, Outcome, method, own_threshold
 from fedbn.networks import build_network, head_entries
-from fedbn.results import versions, without_nan
+from fedbn.results import without_nan
 from fedbn.settings import Experiment
 from fedbn.site import Site, make_network, prepare, store_fingerprint
 from fedbn.site_state import atomic_write, write_json
@@ -50,7 +50,6 @@ _READABLE = (FORMAT, "fedbn-comparison-1")  # the first one has no training loss
 IDENTITY_FILE = "comparison.json"
 RESULTS_FILE = "results.csv"
 SUMMARY_FILE = "summary.json"
-RUNS_FOLDER = "runs"
 LEVELS = ("subject", "window")
 MACRO, WEIGHTED = "macro", "weighted"
 OWN_THRESHOLD = "accuracy_own_threshold"
@@ -63,18 +62,6 @@ FINAL = "final"
 _WHEN = (BEFORE_TRAINING, AFTER_TRAINING, FINAL)
 
 _DECIDE_NUMBERS = ("fedbn", "python", "torch", "numpy", "scikit-learn", "monai")
-# Replaced by each method, seed and fold, or of no weight for the numbers.
-_NOT_COMPARED = (
-    "name",
-    "policy",
-    "algorithm",
-    "finetune",
-    "fold",
-    "seed",
-    "compare_with_alone",
-    "fedbn_version",
-    "continues",
-)
 
 
 class ComparisonError(ValueError):
@@ -234,7 +221,7 @@ def compare(
     identity = _identity(plan.experiment, stores)
     if not (out / IDENTITY_FILE).is_file():
         _check_fit(plan, stores)
-    _claim(out, identity)
+    kept_work.claim(out / IDENTITY_FILE, identity, "comparison", ComparisonError)
     keys = {run: _key(run, plan, identity) for run in plan.runs}
     records = {}
     for run, key in keys.items():
@@ -284,55 +271,9 @@ def _check_fit(plan: Plan, stores: Mapping[str, SiteStore]) -> None:
 
 def _identity(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Any]:
     """Return what all runs of one folder have in common."""
-    settings = experiment.model_dump(mode="json")
-    settings = {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
-    settings["sites"] = sorted(settings["sites"])
-    settings["training"] = {**settings["training"], "proximal_mu": 0.0}  # the method's own
-    found = versions()
-    return {
-        "format": FORMAT,
-        "experiment": settings,
-        "stores": {site: store_fingerprint(stores[site]) for site in sorted(stores)},
-        "versions": {name: found[name] for name in _DECIDE_NUMBERS},
-    }
-
-
-def _claim(out: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder this comparison's, or see that it is."""
-    path = out / IDENTITY_FILE
-    if path.is_file():
-        try:
-            there = json.loads(path.read_text())
-        except ValueError as error:
-            raise ComparisonError(f"{path} is damaged ({error}); give another --out") from error
-        difference = _first_difference(there, identity)
-        if difference:
-            raise ComparisonError(
-                f"{out} holds another comparison: {difference}; give another --out, or remove it"
-            )
-        return
-    if out.is_dir() and any(out.iterdir()):
-        raise ComparisonError(f"{out} is not empty and holds no comparison; give another --out")
-    if out.exists() and not out.is_dir():
-        raise ComparisonError(f"{out} is not a folder; give another --out")
-    (out / RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
-    write_json(path, identity)
-
-
-def _first_difference(there: Any, here: Any, where: str = "") -> str:
-    """Name the first setting in which two identities differ; empty if there is none."""
-    if isinstance(there, Mapping) and isinstance(here, Mapping):
-        for name in dict.fromkeys([*here, *there]):
-            inside = f"{where}.{name}" if where else str(name)
-            found = _first_difference(there.get(name), here.get(name), inside)
-            if found:
-                return found
-        return ""
-    if there == here:
-        return ""
-    if where.startswith("stores."):
-        return f"the data of site {where.removeprefix('stores.')!r} have changed since"
-    return f"{where.removeprefix('experiment.')} is {there} there and {here} here"
+    common = kept_work.in_common(experiment, stores, packages=_DECIDE_NUMBERS)
+    common["experiment"]["training"]["proximal_mu"] = 0.0  # the method's own
+    return {"format": FORMAT, **common}
 
 
 def _key(run: Run, plan: Plan, identity: Mapping[str, Any]) -> str:
@@ -342,17 +283,12 @@ def _key(run: Run, plan: Plan, identity: Mapping[str, Any]) -> str:
 
 
 def _record_path(out: Path, run: Run, key: str) -> Path:
-    return out / RUNS_FOLDER / f"{run.method}_seed{run.seed}_fold{run.fold}_{key}.json"
+    return out / kept_work.RUNS_FOLDER / f"{run.method}_seed{run.seed}_fold{run.fold}_{key}.json"
 
 
 def _read_record(path: Path, key: str) -> dict[str, Any] | None:
-    """Read one run's file; ``None`` if it is not there or not whole, so that it is run again."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    whole = isinstance(record, dict) and record.get("key") == key and "sites" in record
-    return record if whole else None
+    """Read one run's file; ``None`` if it has to be run again."""
+    return kept_work.read_unit(path, key, "sites")
 
 
 # ----------------------------------------------------------------------------------- units of work
@@ -932,8 +868,8 @@ def read_comparison(folder: Path) -> tuple[dict[str, Any], Plan, dict[Run, dict[
         record = _kept_record(folder, run, _key(run, plan, identity))
         if record is None:
             raise ComparisonError(
-                f"{_named(run)}: its file under {folder / RUNS_FOLDER} is not there or not whole; "
-                "start the comparison again, it runs what is missing"
+                f"{_named(run)}: its file under {folder / kept_work.RUNS_FOLDER} is not there or "
+                "not whole; start the comparison again, it runs what is missing"
             )
         records[run] = record
     return summary, plan, records
@@ -948,5 +884,5 @@ def _kept_record(folder: Path, run: Run, key: str) -> dict[str, Any] | None:
     record = _read_record(_record_path(folder, run, key), key)
     if record is not None:
         return record
-    paths = list((folder / RUNS_FOLDER).glob(_record_path(folder, run, "*").name))
+    paths = list((folder / kept_work.RUNS_FOLDER).glob(_record_path(folder, run, "*").name))
     return _read_record(paths[0], paths[0].stem.rpartition("_")[2]) if len(paths) == 1 else None

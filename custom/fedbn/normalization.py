@@ -189,6 +189,28 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() or id(tensor)  # no address: an empty tensor, or one on "meta"
 
 
+def affine_names(network: nn.Module, partition: Partition) -> tuple[str, ...]:
+    """Return the names of gamma and beta that stay at a site: trained, of batch norm, and local."""
+    state = network.state_dict(keep_vars=True)
+    local = set(partition.local)
+    return tuple(
+        name
+        for name in partition.batch_norm
+        if name in local and isinstance(state[name], nn.Parameter)
+    )
+
+
+def statistics_names(network: nn.Module, partition: Partition) -> tuple[str, ...]:
+    """Return the names of the running means and variances that stay at a site."""
+    state = network.state_dict()
+    affine = set(affine_names(network, partition))
+    return tuple(
+        name
+        for name in partition.batch_norm
+        if name in partition.local and name not in affine and state[name].is_floating_point()
+    )
+
+
 def require_batch_norm(model: nn.Module, partition: Partition) -> None:
     """Refuse a network without batch norm, and one with nothing else to share.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedbn.run_folder import SAVED_FILE, only_file
 from fedbn.settings import EXPERIMENT_FILE, ContinuesSettings, Experiment, read_experiment
 from fedbn.site import Preparation
 from fedbn.site_state import (
@@ -25,9 +26,6 @@ from fedbn.site_state import (
     load_checkpoint,
     write_json,
 )
-
-SAVED_FILE = "FL_global_model.pt"
-"""What the server saves after every round; FLARE's own default name."""
 
 INITIAL_WEIGHTS = "initial_weights.pt"
 """The same in the app folder of the job that goes on from it."""
@@ -67,17 +65,13 @@ def find_saved_file(folder: Path) -> Path:
     ResumeError
         If there is none, or more than one.
     """
-    if folder.is_file():
-        return folder
-    found = sorted(folder.rglob(SAVED_FILE)) if folder.is_dir() else []
-    if len(found) != 1:
-        what = f"no {SAVED_FILE}" if not found else f"{len(found)} files {SAVED_FILE}"
-        raise ResumeError(
-            f"{what} in {folder}; give the server's folder of one job, its downloaded result, or a "
-            "simulator workspace (a run that ended before its first round has nothing to go on "
-            "from: submit it anew)"
-        )
-    return found[0]
+    return only_file(
+        folder,
+        SAVED_FILE,
+        "give the server's folder of one job, its downloaded result, or a simulator workspace (a "
+        "run that ended before its first round has nothing to go on from: submit it anew)",
+        ResumeError,
+    )
 
 
 def check_continues(facts: Mapping[str, Any], experiment: Experiment, name: str) -> None:

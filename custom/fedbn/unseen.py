@@ -29,31 +29,28 @@ import torch
 from torch import nn
 
 from data_prep.site_store import SiteStore
-from fedbn import evaluation, paired
+from fedbn import evaluation, kept_work, paired
 from fedbn.adaptation import (
     STARTS,
     FinishedRun,
-    affine_names,
     buildable,
     default_start,
     load_start,
     mean_over_sites,
-    statistics_names,
 )
 from fedbn.experiment import Federation, federate, read_stores
 from fedbn.methods import method
 from fedbn.networks import NoHeadError, head_entries
-from fedbn.normalization import entries, load_entries
-from fedbn.results import versions, without_nan
+from fedbn.normalization import affine_names, entries, load_entries, statistics_names
+from fedbn.results import without_nan
 from fedbn.settings import Experiment
-from fedbn.site import Site, make_network, store_fingerprint
+from fedbn.site import Site, make_network
 from fedbn.site_state import atomic_write, write_json
 from fedbn.training import derive_seed, train_epochs
 
 FORMAT = "fedbn-unseen-1"
 IDENTITY_FILE = "leave_one_out.json"
 SUMMARY_FILE = "unseen.json"
-RUNS_FOLDER = "runs"
 
 REFERENCE = "fedavg_statistics"
 """The start to beat: FedAvg's model with its statistics recomputed at the new hospital."""
@@ -75,19 +72,6 @@ MACRO = "macro"
 METRICS = ("accuracy", "balanced_accuracy", "auc")
 _METHODS = {"none": "fedavg", "fedbn": "fedbn"}
 _DECIDE_NUMBERS = ("fedbn", "python", "torch", "numpy")
-# Replaced in each unit of work, or of no weight for the numbers.
-_NOT_COMPARED = (
-    "name",
-    "policy",
-    "algorithm",
-    "finetune",
-    "fold",
-    "seed",
-    "compare_with_alone",
-    "training_share",
-    "fedbn_version",
-    "continues",
-)
 
 
 class UnseenError(ValueError):
@@ -313,13 +297,13 @@ def leave_one_out(
         raise UnseenError(f"seeds is {n_seeds}; it must be at least 1")
     stores = read_stores(data_root, experiment, verify=True)
     identity = _identity(experiment, stores)
-    _claim(out, identity)
+    kept_work.claim(out / IDENTITY_FILE, identity, "evaluation", UnseenError)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     units = [(seed, site) for seed in range(n_seeds) for site in sorted(experiment.sites)]
-    paths = {unit: out / RUNS_FOLDER / f"{unit[1]}_seed{unit[0]}.json" for unit in units}
+    paths = {unit: out / kept_work.RUNS_FOLDER / f"{unit[1]}_seed{unit[0]}.json" for unit in units}
     records = {}
     for unit, path in paths.items():
-        record = _read(path, key)
+        record = kept_work.read_unit(path, key, "scores")
         if record is not None:
             records[unit] = record
     if on_run is not None:
@@ -340,53 +324,12 @@ def leave_one_out(
 
 def _identity(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Any]:
     """Return what all units of one folder have in common."""
-    common = method("fedavg").experiment(experiment.changed(fold=0, seed=0))
-    settings = common.model_dump(mode="json")
-    for name in _NOT_COMPARED:
-        settings.pop(name, None)
-    settings["sites"] = sorted(settings["sites"])
-    found = versions()
-    return {
-        "format": FORMAT,
-        "experiment": settings,
-        "few labels": {"epochs": FINETUNE_EPOCHS, "batch_size": FINETUNE_BATCH},
-        "stores": {site: store_fingerprint(stores[site]) for site in sorted(stores)},
-        "versions": {name: found[name] for name in _DECIDE_NUMBERS},
-    }
-
-
-def _claim(out: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder this evaluation's, or see that it is."""
-    path = out / IDENTITY_FILE
-    if path.is_file():
-        there: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            there = json.loads(path.read_text())
-        if there != json.loads(json.dumps(identity)):
-            changed = [
-                name
-                for name in identity
-                if not isinstance(there, dict) or there.get(name) != identity[name]
-            ]
-            raise UnseenError(
-                f"{out} holds an evaluation with other {' and '.join(changed)}; give another "
-                "--out, or remove it"
-            )
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UnseenError(f"{out} is not empty and holds no such evaluation; give another --out")
-    (out / RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
-    write_json(path, identity)
-
-
-def _read(path: Path, key: str) -> dict[str, Any] | None:
-    """Read a unit's file; ``None`` if it is not there or not whole, so that it is done again."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    whole = isinstance(record, dict) and record.get("key") == key and "scores" in record
-    return record if whole else None
+    experiment = method("fedavg").experiment(experiment.changed(fold=0, seed=0))
+    common = kept_work.in_common(
+        experiment, stores, packages=_DECIDE_NUMBERS, without=("training_share",)
+    )
+    few_labels = {"epochs": FINETUNE_EPOCHS, "batch_size": FINETUNE_BATCH}
+    return {"format": FORMAT, "few labels": few_labels, **common}
 
 
 # ---------------------------------------------------------------------------------------- numbers

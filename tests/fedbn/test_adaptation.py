@@ -22,22 +22,20 @@ from fedbn.adaptation import (
     STARTS,
     AdaptationError,
     adapt,
-    affine_names,
     buildable,
     default_start,
     load_start,
     mean_over_sites,
     read_run,
     save_affine,
-    statistics_names,
     unlabelled,
 )
 from fedbn.aggregation import ContributionError
 from fedbn.experiment import federate, read_stores
 from fedbn.kept_model import find_kept_model
-from fedbn.normalization import entries, split
+from fedbn.normalization import affine_names, entries, split, statistics_names
 from fedbn.results import FORMAT as RESULTS_FORMAT
-from fedbn.resume import SAVED_FILE
+from fedbn.run_folder import SAVED_FILE
 from fedbn.site import Site, make_network
 from fedbn.site_state import (
     COMPLETE_MODEL,

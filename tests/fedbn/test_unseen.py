@@ -22,7 +22,7 @@ from fedbn.experiment import federate, read_stores
 from fedbn.normalization import entries
 from fedbn.report.tables import render
 from fedbn.report.unseen_tables import unseen_tables, width
-from fedbn.resume import SAVED_FILE
+from fedbn.run_folder import SAVED_FILE
 from fedbn.site import Site, make_network
 from fedbn.site_state import SHARED_WEIGHTS, save_checkpoint
 from fedbn.unseen import (
@@ -227,10 +227,11 @@ def test_a_stopped_evaluation_is_continued_and_ends_with_the_same_bytes(
 
 def test_other_settings_or_data_do_not_go_into_the_same_folder(finished, settings, root, tmp_path):
     out, _ = finished
-    with pytest.raises(UnseenError, match="evaluation with other experiment; give another --out"):
+    sentence = r"holds another evaluation: rounds is \d+ there and 3 here; give another --out"
+    with pytest.raises(UnseenError, match=sentence):
         leave_one_out(settings.changed(rounds=3), root, out, n_seeds=2)
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(UnseenError, match="is not empty and holds no such evaluation"):
+    with pytest.raises(UnseenError, match="is not empty and holds no evaluation"):
         leave_one_out(settings, root, tmp_path, n_seeds=1)
     with pytest.raises(UnseenError, match="needs at least 3, so that two are left"):
         leave_one_out(settings.changed(sites=SITES[:2]), root, tmp_path / "out", n_seeds=1)

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn.adaptation import AFFINE_FILE, MIN_WILLING_SITES, affine_names, save_affine
 from fedbn.flare.job import redacted, to_arrays, to_tensors
-from fedbn.normalization import check_entries, entries
+from fedbn.normalization import affine_names, check_entries, entries
 from fedbn.settings import Experiment
 from fedbn.site import Site, make_network
 
@@ -76,6 +75,8 @@ def keep(
     str
         One sentence for the log.
     """
+    from fedbn.adaptation import AFFINE_FILE, MIN_WILLING_SITES, save_affine
+
     network, partition = make_network(experiment)
     expected = entries(network, affine_names(network, partition))
     fitting: dict[str, dict[str, torch.Tensor]] = {}

@@ -46,11 +46,11 @@ from fedbn.installation import different_versions
 from fedbn.report.tables import render, run_tables
 from fedbn.results import run_report, versions
 from fedbn.resume import SIMULATOR_JOB
+from fedbn.run_folder import RESULTS_FILE
 from fedbn.settings import Experiment
 from fedbn.site_state import SiteStateError, write_json
 
 QUICK_METRICS = ("window_accuracy", "subject_accuracy", "cross_entropy")
-RESULTS_FILE = "results.json"
 TABLE_FILE = "results.txt"
 
 
@@ -209,6 +209,7 @@ class FedBNWorkflow(ModelController):
         def failed() -> bool:
             return any(answer.get(ERROR) for answer in answers.values())
 
+        started = time.monotonic()
         self._ask(PREFLIGHT, None, self._reading(answers), self.preflight_seconds, failed)
         for answer in answers.values():
             if not answer.get(ERROR) and not isinstance(answer.get("signature"), dict):
@@ -221,9 +222,13 @@ class FedBNWorkflow(ModelController):
         if errors:
             raise RunFailedError("preflight failed: " + "; ".join(errors))
         if len(answers) < self.quorum:
-            silent = [self.site_of_client[c] for c in self.site_of_client if c not in answers]
+            silent = ", ".join(s for c, s in self.site_of_client.items() if c not in answers)
+            if time.monotonic() - started < self.preflight_seconds - 1:
+                raise RunFailedError(
+                    f"preflight: {silent} ended without an answer; its own log says why"
+                )
             raise RunFailedError(
-                f"preflight: no answer within {self.preflight_seconds} s from {', '.join(silent)}"
+                f"preflight: no answer within {self.preflight_seconds} s from {silent}"
             )
         named = sorted((self.site_of_client[client], client) for client in answers)
         first_site, first_client = named[0]

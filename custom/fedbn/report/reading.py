@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn.results import FORMAT
+from fedbn.run_folder import RESULTS_FILE, only_file
 
 
 def results_file(folder: Path) -> Path:
@@ -18,13 +19,7 @@ def results_file(folder: Path) -> Path:
     ValueError
         If there is none, or more than one.
     """
-    if folder.is_file():
-        return folder
-    found = sorted(folder.rglob("results.json")) if folder.is_dir() else []
-    if len(found) != 1:
-        what = "no results.json" if not found else f"{len(found)} files results.json"
-        raise ValueError(f"{what} in {folder}; give the file, or the folder of one finished run")
-    return found[0]
+    return only_file(folder, RESULTS_FILE, "give the file, or the folder of one finished run")
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -137,6 +137,16 @@ def test_a_failed_preflight_ends_the_job(make_workflow, answer, reason, min_site
     assert len(workflow.asked) == 1
 
 
+def test_a_site_whose_process_ends_in_the_preflight_is_not_said_to_be_slow(make_workflow):
+    workflow = make_workflow({"preflight_seconds": 600})
+    workflow.clients["UM"] = lambda purpose, data: None
+    workflow.get_num_standing_tasks = lambda: 0  # FLARE has given the task up
+    workflow.run()
+    assert panics(workflow) == [
+        "preflight: UM ended without an answer; its own log says why",
+    ]
+
+
 def test_stores_that_do_not_fit_end_the_job_with_the_difference(
     make_workflow, write_store, data_root
 ):
