@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from nvflare.lighter.utils import (
     Identity,
@@ -35,6 +36,22 @@ from fedbn.site_state import (
     save_checkpoint,
     write_json,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """As jobs run: the same bits each time; and the tensors here are too small for two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_again(_one_thread):
+    """Some test before may have asked for more."""
+    torch.set_num_threads(1)
+
 
 PRIVACY = Path(__file__).parents[2] / "sites" / "hospital" / "privacy.json"
 

@@ -68,14 +68,6 @@ def write_run(
     return folder
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def new_store(tmp_path, write_store):
     folder = tmp_path / "new" / "UCLA"

@@ -25,14 +25,6 @@ NORM = "hidden.0.norm"
 FEDERATED_IN_FLARE = [name for name, found in METHODS.items() if found.in_flare]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def run(data_root, experiment):
     def go(**changes):

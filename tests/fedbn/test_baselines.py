@@ -26,14 +26,6 @@ from fedbn.methods import METHODS
 N_SUBJECTS, N_WINDOWS, N_EDGES = 24, 3, 40
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def samples():
     rng = np.random.default_rng(2)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
@@ -49,14 +48,6 @@ from fedbn.settings import ExperimentError, parse_network
 
 LINEAR = 'torch.nn.Linear:{"in_features": 66, "out_features": 2}'
 METHODS_COMPARED = ("fedbn", "fedavg", "pooled", "fedavg_threshold", "ridge")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def invoke(*arguments):

@@ -17,14 +17,6 @@ from fedbn.site import Site, make_network
 NORM = "hidden.0.norm"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def federate(data_root, experiment):
     def run(**changes):

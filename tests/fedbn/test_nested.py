@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from fedbn.comparison import Run, choices, make_record, plan_comparison
 from fedbn.experiment import read_stores
@@ -32,14 +31,6 @@ from fedbn.settings import ExperimentError
 from fedbn.site import prepare
 
 SITES = ("NYU", "UM")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,14 +14,6 @@ from fedbn.site import Preparation, Site, make_network, prepare
 from fedbn.training import derive_seed, train_epochs
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def store(data_root):
     return read_site_store(data_root / "NYU")

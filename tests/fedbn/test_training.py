@@ -21,15 +21,6 @@ N_FEATURES = 12
 STORED_SEEDS = (7520536977032167579, 3550557372503273953)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # The tensors here are tiny: threads would only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_network(seed=0, **args):
     return build_network("ConnectomeMLP", {"in_features": N_FEATURES, "hidden": [4], **args}, seed)
 

@@ -49,14 +49,6 @@ def invoke(*arguments):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def one_epoch():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedbn.unseen, "FINETUNE_EPOCHS", 1)

@@ -34,14 +34,6 @@ CUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def make_aggregator(make_persistor, experiment):
     def make(**changes):

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from data_prep.site_store import read_site_store
 from fedbn.experiment import run_federation
@@ -43,12 +42,7 @@ def test_a_method_s_job_has_the_bits_of_the_in_process_run(
     found = json.loads((Path(workflow.get_run_dir()) / "results.json").read_text())
 
     stores = {site: read_site_store(data_root / site) for site in SITES}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = run_federation(experiment(sites=SITES, **changes), stores)
-    finally:
-        torch.set_num_threads(threads)
+    expected = run_federation(experiment(sites=SITES, **changes), stores)
     assert found["shared_weights_sha256"] == expected.report["shared_weights_sha256"]
     assert found["across_sites"] == expected.report["across_sites"]
     assert ("finetuned" in found["across_sites"]) == ("finetune" in name)

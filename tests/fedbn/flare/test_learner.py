@@ -67,7 +67,6 @@ def test_the_preflight_says_what_the_store_holds_and_nothing_of_a_subject(make_c
 def test_a_restart_between_all_tasks_changes_no_bit(make_client, experiment, shared, data_root):
     """What FLARE's simulator does with fewer threads than clients."""
     site = Site("NYU", read_site_store(data_root / "NYU"), experiment())
-    torch.set_num_threads(1)
     local = site.initial_local()
     client = make_client(experiment())
     client.ask("preflight")

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from data_prep.site_store import read_site_store
 from fedbn.experiment import run_federation
@@ -98,13 +97,8 @@ def states(tmp_path, job):
 
 
 def never_interrupted(experiment, data_root, **changes):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        stores = {site: read_site_store(data_root / site) for site in SITES}
-        return run_federation(experiment(sites=SITES, rounds=ROUNDS, **changes), stores)
-    finally:
-        torch.set_num_threads(threads)
+    stores = {site: read_site_store(data_root / site) for site in SITES}
+    return run_federation(experiment(sites=SITES, rounds=ROUNDS, **changes), stores)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-import torch
 
 from fedbn import comparison
 from fedbn.experiment import read_stores, run_federation
@@ -24,13 +23,10 @@ JOB = "a_job"
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick():
-    """One thread, as a report sets it, and coarse pictures."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Coarse pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "_DPI", 50)
         yield
-    torch.set_num_threads(before)
 
 
 class Reader(HTMLParser):
