@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.sources import SourceError, _some
+from data_prep.site_store import some_of
+from data_prep.sources import SourceError
 
 __all__ = ["UNLISTED_RULES", "Atlas", "load_nifti", "read_atlas", "read_label_table"]
 
@@ -122,7 +123,7 @@ def read_atlas(
     if foreign and unlisted == "error":
         raise SourceError(
             f"atlas {image.name} has {len(foreign)} label(s) that {labels.name} does not name "
-            f"({_some([str(n) for n in foreign])}); complete the table, or leave them out with "
+            f"({some_of([str(n) for n in foreign])}); complete the table, or leave them out with "
             "--unlisted-labels drop"
         )
     rois = tuple((str(number), name) for number, name in rows if number in present)

@@ -18,8 +18,8 @@ from typing import Any
 
 from data_prep.atlas import Atlas
 from data_prep.quality import Exclusion
-from data_prep.site_store import DIAGNOSES, file_checksum
-from data_prep.sources import SourceError, Subject, _some
+from data_prep.site_store import DIAGNOSES, file_checksum, some_of
+from data_prep.sources import SourceError, Subject, refuse_unmatched
 from data_prep.timeseries import (
     ExtractionSettings,
     TooFewTimepointsError,
@@ -216,8 +216,8 @@ def _one_a_participant(scans: Sequence[Scan], wanted: Mapping[str, str | None]) 
         options = {"ses": "--session", "run": "--run", "task": "--task"}
         how = [options[k] for k in differ if k in options]
         raise SourceError(
-            f"{len(twice)} participant(s) have more than one scan ({_some(twice)}), such as "
-            f"{_some([scan.file.name for scan in own], 3)}; choose one a participant with "
+            f"{len(twice)} participant(s) have more than one scan ({some_of(twice)}), such as "
+            f"{some_of([scan.file.name for scan in own], 3)}; choose one a participant with "
             f"{' and '.join(how) or 'a narrower --images'}"
         )
     return sorted(chosen, key=lambda scan: scan.participant_id)
@@ -378,7 +378,7 @@ def read_participant_table(
         word = next(iter(unknown)).replace("(empty)", "")
         raise SourceError(
             f"participants table {file.name}: the column {diagnosis_column!r} has the word(s) "
-            f"{_some(found)}, and only autism and control are known; say what each means with "
+            f"{some_of(found)}, and only autism and control are known; say what each means with "
             f"--diagnosis-word '{word}=MEANING', MEANING one of {', '.join(DIAGNOSES)}, {LEAVE_OUT}"
         )
     if not rows:
@@ -451,22 +451,11 @@ class NiftiSite:
 
     def refuse_mismatch(self) -> None:
         """Raise if a participant has no scan, or a scan no participant."""
-        problems = []
-        if self.without_scan:
-            problems.append(
-                f"{len(self.without_scan)} participant(s) without a scan "
-                f"({_some(self.without_scan)})"
-            )
-        if self.without_row:
-            problems.append(
-                f"{len(self.without_row)} scan(s) without a row in the participants table "
-                f"({_some(self.without_row)})"
-            )
-        if problems:
-            raise SourceError(
-                f"site {self.site!r}: {' and '.join(problems)}; complete the folder or the table, "
-                "or leave them out with --mismatch drop"
-            )
+        problems = {
+            "participant(s) without a scan": self.without_scan,
+            "scan(s) without a row in the participants table": self.without_row,
+        }
+        refuse_unmatched(self.site, problems, "complete the folder or the table, or")
 
 
 def join_participants(
@@ -513,7 +502,7 @@ def join_participants(
     if not joined:
         raise SourceError(
             f"site {site!r}: no participant of the table has a scan; the table has "
-            f"{_some(ids, 3)}, the scans are of {_some([s.participant_id for s in scans], 3)}"
+            f"{some_of(ids, 3)}, the scans are of {some_of([s.participant_id for s in scans], 3)}"
         )
     return NiftiSite(
         site=site,
@@ -664,7 +653,7 @@ def one_repetition_time(site: str, scans: Sequence[CheckedScan]) -> float:
         listed = ", ".join(f"{count} with {tr:g} s" for tr, count in usual)
         other = [s.scan.participant_id for s in scans if round(s.tr, 3) != usual[0][0]]
         raise SourceError(
-            f"site {site!r}: the scans have different repetition times ({listed}; {_some(other)} "
+            f"site {site!r}: the scans have different repetition times ({listed}; {some_of(other)} "
             "differ), so a window would not be the same time in all; take one kind with --images, "
             "--task or --run, or correct a wrong header with --tr"
         )

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.site_store import file_checksum
-from data_prep.sources import SourceError, Subject, _some
+from data_prep.site_store import file_checksum, some_of
+from data_prep.sources import SourceError, Subject
 
 __all__ = ["RoiFolder", "write_roi_file"]
 
@@ -55,7 +55,7 @@ class RoiFolder:
         )
         if foreign:
             raise SourceError(
-                f"--timeseries-out {self.path} holds something else ({_some(foreign, 3)}); name "
+                f"--timeseries-out {self.path} holds something else ({some_of(foreign, 3)}); name "
                 "another folder"
             )
 

@@ -931,7 +931,9 @@ def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> 
     only_first = [i for i in first if i not in second]
     only_second = [i for i in second if i not in first]
     if only_first or only_second:
-        return [f"ROI ids: {_some(only_first)} only in one and {_some(only_second)} in the other"]
+        return [
+            f"ROI ids: {some_of(only_first)} only in one and {some_of(only_second)} in the other"
+        ]
     renamed = [i for i in first if first[i] != second[i]]
     if renamed:
         i = renamed[0]
@@ -940,7 +942,8 @@ def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> 
     return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
 
 
-def _some(ids: Sequence[str], limit: int = 5) -> str:
+def some_of(ids: Sequence[str], limit: int = 5) -> str:
+    """List the first few of many names, for a sentence."""
     if not ids:
         return "none"
     return ", ".join(ids[:limit]) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.harvard_oxford import ROIS
+from data_prep.site_store import some_of
 
 __all__ = [
     "ABIDE_PREPROCESSING",
@@ -168,12 +169,12 @@ def _column_order(name: str, header: str, rois: Sequence[tuple[str, str]]) -> np
     column = {roi_id: place for place, roi_id in enumerate(ids)}
     problems = []
     if missing := [f"#{i} ({n})" for i, n in rois if i not in column]:
-        problems.append(f"misses the ROI columns {_some(missing)}")
+        problems.append(f"misses the ROI columns {some_of(missing)}")
     if foreign := [f"#{i}" for i in ids if i not in known]:
-        problems.append(f"has the foreign ROI columns {_some(foreign)}")
+        problems.append(f"has the foreign ROI columns {some_of(foreign)}")
     if len(column) != len(ids):
         twice = sorted({f"#{i}" for i in ids if ids.count(i) > 1})
-        problems.append(f"has the ROI columns {_some(twice)} more than once")
+        problems.append(f"has the ROI columns {some_of(twice)} more than once")
     if problems:
         raise SourceError(
             f"{name} {' and '.join(problems)}; it was not made with the {len(rois)}-ROI atlas"
@@ -181,9 +182,28 @@ def _column_order(name: str, header: str, rois: Sequence[tuple[str, str]]) -> np
     return np.array([column[i] for i, _ in rois])
 
 
-def _some(items: Sequence[str], limit: int = 5) -> str:
-    rest = len(items) - limit
-    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+def refuse_unmatched(site: str, problems: Mapping[str, Sequence[str]], what_to_do: str) -> None:
+    """Raise if scans and the rows that describe them do not belong together one to one.
+
+    Parameters
+    ----------
+    site : str
+        Name of the site.
+    problems : mapping
+        What is wrong, as ``"scan(s) without a row"``, to whom it concerns; perhaps to nobody.
+    what_to_do : str
+        Before the option that leaves them out.
+
+    Raises
+    ------
+    SourceError
+        If it concerns anybody, with the first few.
+    """
+    told = [f"{len(who)} {what} ({some_of(who)})" for what, who in problems.items() if who]
+    if told:
+        raise SourceError(
+            f"site {site!r}: {' and '.join(told)}; {what_to_do} leave them out with --mismatch drop"
+        )
 
 
 # ------------------------------------------------------------------------------------------ ABIDE
@@ -239,22 +259,11 @@ class AbideSite:
 
     def refuse_mismatch(self) -> None:
         """Raise if a row has no scan, or a scan no row."""
-        problems = []
-        if self.without_scan:
-            problems.append(
-                f"{len(self.without_scan)} phenotypic row(s) without a scan "
-                f"({_some(self.without_scan)})"
-            )
-        if self.without_row:
-            problems.append(
-                f"{len(self.without_row)} scan(s) without a phenotypic row "
-                f"({_some(self.without_row)})"
-            )
-        if problems:
-            raise SourceError(
-                f"site {self.site!r}: {' and '.join(problems)}; complete the folder or leave "
-                "them out with --mismatch drop"
-            )
+        problems = {
+            "phenotypic row(s) without a scan": self.without_scan,
+            "scan(s) without a phenotypic row": self.without_row,
+        }
+        refuse_unmatched(self.site, problems, "complete the folder or")
 
 
 def find_abide(source: Path) -> Path:
@@ -348,7 +357,7 @@ def read_phenotypic(folder: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(stream)
         missing = [name for name in PHENOTYPIC_COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
-            raise SourceError(f"{PHENOTYPIC} misses the columns {_some(missing)}")
+            raise SourceError(f"{PHENOTYPIC} misses the columns {some_of(missing)}")
         rows = list(reader)
     seen: set[str] = set()
     for row in rows:

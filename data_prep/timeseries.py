@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.atlas import Atlas, _first_line, load_nifti
-from data_prep.sources import SourceError, _some
+from data_prep.site_store import some_of
+from data_prep.sources import SourceError
 
 __all__ = [
     "CONFOUND_PRESETS",
@@ -671,7 +672,7 @@ def read_confounds(
         row = int(np.argwhere(~finite)[0, 0])
         wrong = [str(name) for name in table.columns[~finite.all(axis=0)]]
         raise SourceError(
-            f"the confounds of {file.name} have no finite value in the column(s) {_some(wrong)} "
+            f"the confounds of {file.name} have no finite value in the column(s) {some_of(wrong)} "
             f"(first in row {row + 1}); leave the participant out, or choose a strategy without "
             "them with --confounds"
         )
