@@ -306,7 +306,6 @@ def explain(
         from fedbn.report.explanation_tables import WIDTH, edge_table, pictures
         from fedbn.report.tables import render
 
-        explanation.check_out(out)
         torch.set_num_threads(1)  # as in every run: the same bits
         experiment = read_experiment(job)
         training = experiment.training.model_dump()
@@ -316,6 +315,7 @@ def explain(
             experiment.changed(fold=0), policy=policy, rounds=rounds, training=training
         )
         stores = read_stores(data or default_data_root(), experiment, verify=True)
+        explanation.check_out(out)
         with _runs_progress() as on_run:
             found = explanation.explain(
                 experiment, stores, n_permutations=permutations, on_run=on_run

@@ -151,6 +151,11 @@ def _state_folder(run: Path, site: str) -> Path:
             f"; its {SHARED_FILE} holds the shared weights without any site's batch norm and "
             "cannot predict: export at the site, from the site's own workspace"
         )
+    else:
+        sentence += (
+            "; give the workspace of the site's FLARE client or of a simulator, a job's folder "
+            "there, or a model.pt"
+        )
     raise BundleError(sentence)
 
 

@@ -291,6 +291,10 @@ def test_the_command_prints_the_edges_and_how_steady_they_are(
     done = invoke("explain", job, "--data", root, "--out", tmp_path / "mine")
     assert done.exit_code == 1
     assert "is not empty and holds no explanation" in done.stderr
+    done = invoke("explain", job, "--data", tmp_path / "mine", "--out", tmp_path / "new")
+    assert done.exit_code == 1
+    assert "no site store at" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_edges_of_known_regions_are_drawn_for_each_scope(found, monkeypatch):

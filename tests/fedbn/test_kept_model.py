@@ -71,7 +71,9 @@ def test_other_refusals(finished_run, copied, tmp_path):
     with pytest.raises(BundleError, match=r"holds no model of site 'USM', only of NYU, UM$"):
         find_kept_model(finished_run.workspace, "USM")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BundleError, match=r"empty holds no site's model$"):
+    with pytest.raises(
+        BundleError, match=r"empty holds no site's model; give the workspace of .* or a model\.pt$"
+    ):
         find_kept_model(tmp_path / "empty", "NYU")
     with pytest.raises(BundleError, match="does not exist"):
         find_kept_model(tmp_path / "nowhere", "NYU")
