@@ -1,16 +1,12 @@
 """The command line: ``python -m data_prep abide | nifti | synthetic | check``."""
 
-import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas
@@ -34,9 +30,9 @@ from data_prep.preparation import FoldPlan, Preparation, build_site_store, uncha
 from data_prep.quality import Exclusion, QualityRule
 from data_prep.roi_files import RoiFolder
 from data_prep.site_store import (
+    TABLES_AND_ARRAY,
     SiteStore,
     StoreError,
-    _refuse_foreign_folder,
     assign_folds,
     check_compatible,
     default_data_root,
@@ -56,7 +52,9 @@ from data_prep.sources import (
     read_abide_subject,
     read_phenotypic,
 )
+from data_prep.store_folder import refuse_foreign_folder
 from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
+from data_prep.terminal import one_sentence_errors, progress_bar, screen, usage_errors
 from data_prep.timeseries import (
     CONFOUND_PRESETS,
     DEFAULT_CONFOUNDS,
@@ -73,10 +71,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # errors stay one plain sentence
     pretty_exceptions_enable=False,
 )
-screen = Console()
-errors = Console(stderr=True)
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 OutOption = Annotated[
     Path | None,
@@ -123,47 +117,6 @@ FoldsOption = Annotated[
     int | None, typer.Option(help="Fix this many folds by subject in the store.")
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write even if nothing has changed.")]
-
-
-def one_sentence_errors(command: Command) -> Command:
-    """Turn the errors that a user can mend into one sentence and exit code 1."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (OSError, ValueError) as error:  # StoreError and SourceError are ValueErrors
-            sentence = str(error)
-            if isinstance(error, OSError) and error.filename and error.strerror:
-                sentence = f"{error.filename}: {error.strerror}"
-            errors.print(f"error: {sentence}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-
-    return wrapped  # type: ignore[return-value]
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn a bad setting into a usage error, exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal; what it yields moves it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,
-    ) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
 
 
 def parse_sites(text: str, known: Sequence[str]) -> list[str]:
@@ -525,7 +478,7 @@ def _prepare_nifti_site(
 ) -> SiteStore:
     assert preparation.extraction is not None
     site = join.site
-    _refuse_foreign_folder(folder)  # now, not after hours of reading scans
+    refuse_foreign_folder(folder, TABLES_AND_ARRAY)  # now, not after hours of reading scans
     if series_folder is not None:
         series_folder.refuse_foreign()
     scans: list[CheckedScan] = []

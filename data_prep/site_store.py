@@ -14,15 +14,10 @@ library only.
 """
 
 import errno
-import glob
-import hashlib
 import json
-import math
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +25,19 @@ from typing import Any
 
 import numpy as np
 
-if sys.platform != "win32":
-    import fcntl
+from data_prep.store_folder import (
+    DESCRIPTION,
+    MISSING,
+    StoreError,
+    cell,
+    clean_leftovers,
+    file_checksum,
+    new_store,
+    read_table,
+    some_of,
+    verify_checksums,
+    write_table,
+)
 
 __all__ = [
     "EDGE_ORDER",
@@ -43,17 +49,18 @@ __all__ = [
     "check_compatible",
     "clean_leftovers",
     "default_data_root",
+    "file_checksum",
     "find_site_stores",
     "read_description",
     "read_site_store",
     "signature_differences",
+    "some_of",
     "write_site_store",
 ]
 
 FORMAT_VERSION = 1
 EDGE_ORDER = "upper triangle by rows (numpy.triu_indices(n_rois, k=1))"
 
-DESCRIPTION = "dataset_description.json"
 PARTICIPANTS = "participants.tsv"
 SAMPLES = "samples.tsv"
 ROIS = "rois.tsv"
@@ -73,7 +80,6 @@ PARTICIPANT_COLUMNS = (
 SAMPLE_COLUMNS = ("participant_id", "window_start")
 ROI_COLUMNS = ("roi_id", "name")
 DIAGNOSES = {"control": 0, "autism": 1}
-MISSING = "n/a"
 
 # What the description must say about the connectomes, and what each is called in a message.
 CONNECTOME_SETTINGS = {
@@ -85,10 +91,6 @@ CONNECTOME_SETTINGS = {
     "negative": "rule for negative values",
     "edge_order": "edge order",
 }
-
-
-class StoreError(ValueError):
-    """A site store, or what should become one, is not usable; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,9 @@ def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> Si
             f"site {site!r}: {SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
             f"{len(connectomes)}; make the store again"
         )
-    _verify_checksums(folder, site, description, TABLES)
+    verify_checksums(folder, site, description, TABLES)
     if verify:
-        _verify_checksums(folder, site, description, [CONNECTOMES])
+        verify_checksums(folder, site, description, [CONNECTOMES])
         _verify_values(site, connectomes)
     return SiteStore(
         path=folder,
@@ -377,36 +379,8 @@ def default_data_root() -> Path:
     return Path(named).expanduser() if named else Path.home() / "fedbn_data"
 
 
-def _read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Read a tab-separated table whose first columns must be `columns`."""
-    if not file.is_file():
-        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise StoreError(
-            f"site {site!r}: {file.name} is not UTF-8 text; make the store again"
-        ) from None
-    header = lines[0].split("\t") if lines else []
-    if tuple(header[: len(columns)]) != tuple(columns):
-        raise StoreError(
-            f"site {site!r}: {file.name} starts with the columns {header}, expected "
-            f"{list(columns)}; make the store again"
-        )
-    rows = [line.split("\t") for line in lines[1:]]
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise StoreError(
-                f"site {site!r}: line {number} of {file.name} has {len(row)} fields, the header "
-                f"has {len(header)}; make the store again"
-            )
-    if not rows:
-        raise StoreError(f"site {site!r}: {file.name} has no rows; make the store again")
-    return header, rows
-
-
 def _read_rois(folder: Path, site: str) -> tuple[tuple[str, str], ...]:
-    _, rows = _read_table(folder / ROIS, site, ROI_COLUMNS)
+    _, rows = read_table(folder / ROIS, site, ROI_COLUMNS)
     ids = [row[0] for row in rows]
     if len(set(ids)) != len(ids):
         raise StoreError(f"site {site!r}: {ROIS} names an ROI id twice; make the store again")
@@ -414,7 +388,7 @@ def _read_rois(folder: Path, site: str) -> tuple[tuple[str, str], ...]:
 
 
 def _read_participants(folder: Path, site: str) -> tuple[Participant, ...]:
-    header, rows = _read_table(folder / PARTICIPANTS, site, PARTICIPANT_COLUMNS)
+    header, rows = read_table(folder / PARTICIPANTS, site, PARTICIPANT_COLUMNS)
     with_fold = "fold" in header
     participants = []
     for number, row in enumerate(rows, start=2):
@@ -490,7 +464,7 @@ def _map_connectomes(folder: Path, site: str, *, n_rois: int) -> np.memmap:
 def _read_samples(
     folder: Path, site: str, participants: Sequence[Participant]
 ) -> tuple[np.ndarray, np.ndarray]:
-    _, rows = _read_table(folder / SAMPLES, site, SAMPLE_COLUMNS)
+    _, rows = read_table(folder / SAMPLES, site, SAMPLE_COLUMNS)
     index = {p.participant_id: i for i, p in enumerate(participants)}
     try:
         owner = np.fromiter((index[row[0]] for row in rows), dtype=np.int64, count=len(rows))
@@ -515,19 +489,6 @@ def _read_samples(
     return owner, start
 
 
-def _verify_checksums(
-    folder: Path, site: str, description: Mapping[str, Any], names: Iterable[str]
-) -> None:
-    for name in names:
-        expected = description["checksums"].get(name)
-        found = file_checksum(folder / name)
-        if found != expected:
-            raise StoreError(
-                f"site {site!r}: {name} was changed after the store was written (sha256 "
-                f"{found[:12]}…, stated {str(expected)[:12]}…); make the store again"
-            )
-
-
 def _verify_values(site: str, connectomes: np.ndarray) -> None:
     rows = max(1, (16 << 20) // (4 * connectomes.shape[1]))
     for begin in range(0, len(connectomes), rows):
@@ -538,25 +499,6 @@ def _verify_values(site: str, connectomes: np.ndarray) -> None:
                 f"site {site!r}: {CONNECTOMES} has a value that is not finite (row {begin + row}, "
                 f"edge {edge}); make the store again"
             )
-
-
-def file_checksum(file: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
-
-    Parameters
-    ----------
-    file : path
-        Read in pieces, so a large file costs no memory.
-
-    Returns
-    -------
-    str
-    """
-    with Path(file).open("rb") as stream:
-        digest = hashlib.sha256()
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 # --------------------------------------------------------------------------------------- writing
@@ -619,82 +561,12 @@ def write_site_store(
                 f"{len(starts)} window starts"
             )
     full = _complete_description(site, participants, rois, description)
-    _refuse_foreign_folder(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _no_space_sentence(site, folder), _temporary_folder(folder) as temporary:
+    with new_store(folder, site, TABLES_AND_ARRAY, full) as temporary:
         _write_tables(temporary, participants, rois, window_starts)
         _write_connectomes(
             temporary / CONNECTOMES, site, participants, full["n_edges"], connectomes
         )
-        full["checksums"] = {name: file_checksum(temporary / name) for name in TABLES_AND_ARRAY}
-        text = json.dumps(full, indent=2, ensure_ascii=False, allow_nan=False)
-        (temporary / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-        for name in (*TABLES_AND_ARRAY, DESCRIPTION):
-            _sync(temporary / name)
-        _sync(temporary)
-        _put_in_place(temporary, folder)
     return folder
-
-
-@contextmanager
-def _no_space_sentence(site: str, folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise StoreError(
-            f"site {site!r}: no space is left for the store in {folder.parent} "
-            f"({os.strerror(error.errno)}); free some, or name another place with --out"
-        ) from None
-
-
-@contextmanager
-def _temporary_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder beside the store to write to, marked as in use while this process lives."""
-    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    with _locked(folder.parent, wait=True):  # no other run takes the new folder for a dead one
-        if clean_leftovers(folder):
-            raise StoreError(f"another run is writing {folder} now; wait until it has ended")
-        temporary.mkdir()
-        lock = _lock(temporary)
-    try:
-        yield temporary
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """Lock a folder; returns what to close, or None where file systems have no locks.
-
-    Raises BlockingIOError if another run holds the lock and `wait` is false.
-    """
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    lock = _lock(folder, wait=wait)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def _complete_description(
@@ -726,19 +598,6 @@ def _complete_description(
     }
 
 
-def _refuse_foreign_folder(folder: Path) -> None:
-    for place in (folder, folder.parent):
-        if place.exists() and not place.is_dir():
-            raise StoreError(f"{place} is a file; choose another place for the store")
-    # A BIDS data set has a description too, and must never be taken for an old store.
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    of_a_store = {*TABLES_AND_ARRAY, DESCRIPTION}
-    if names and (DESCRIPTION not in names or {n for n in names if n[0] != "."} - of_a_store):
-        raise StoreError(
-            f"{folder} holds something that is not a site store; choose another place or empty it"
-        )
-
-
 def _write_tables(
     folder: Path,
     participants: Sequence[Participant],
@@ -747,13 +606,13 @@ def _write_tables(
 ) -> None:
     with_fold = any(p.fold is not None for p in participants)
     header = (*PARTICIPANT_COLUMNS, "fold") if with_fold else PARTICIPANT_COLUMNS
-    _write_table(
+    write_table(
         folder / PARTICIPANTS,
         header,
-        ([_field(getattr(p, name)) for name in header] for p in participants),
+        ([cell(getattr(p, name)) for name in header] for p in participants),
     )
-    _write_table(folder / ROIS, ROI_COLUMNS, ([_field(i), _field(name)] for i, name in rois))
-    _write_table(
+    write_table(folder / ROIS, ROI_COLUMNS, ([cell(i), cell(name)] for i, name in rois))
+    write_table(
         folder / SAMPLES,
         SAMPLE_COLUMNS,
         (
@@ -762,21 +621,6 @@ def _write_tables(
             for start in starts
         ),
     )
-
-
-def _field(value: object) -> str:
-    if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
-        return MISSING
-    text = str(value)
-    if any(mark in text for mark in "\t\r\n"):
-        raise StoreError(f"{text!r} holds a tab or a line break, which a table cannot store")
-    return text
-
-
-def _write_table(file: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    with file.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write("\t".join(header) + "\n")
-        stream.writelines("\t".join(row) + "\n" for row in rows)
 
 
 def _write_connectomes(
@@ -821,69 +665,6 @@ def _reserve(file: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not every file system can
                 raise
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or folder to the disk now."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot sync a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename the finished folder; an old store steps aside first and is then removed."""
-    aside = folder.parent / f".{folder.name}.replaced"
-    if folder.is_dir() and any(folder.iterdir()):
-        folder.rename(aside)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            aside.rename(folder)
-            raise
-        shutil.rmtree(aside)
-    else:
-        with suppress(FileNotFoundError):
-            folder.rmdir()
-        temporary.rename(folder)
-    _sync(folder.parent)
-
-
-def clean_leftovers(folder: Path) -> bool:
-    """Remove what interrupted runs left beside a store, and put a stepped-aside store back.
-
-    Parameters
-    ----------
-    folder : Path
-        The store.
-
-    Returns
-    -------
-    bool
-        Whether another run is writing this store; then nothing is done.
-    """
-    name = glob.escape(folder.name)
-    leftovers = list(folder.parent.glob(f".{name}.partial-*"))
-    for leftover in leftovers:
-        try:
-            with _locked(leftover):
-                pass
-        except FileNotFoundError:
-            continue
-        except BlockingIOError:
-            return True
-    aside = folder.parent / f".{folder.name}.replaced"
-    if aside.is_dir():
-        if folder.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(folder)
-    for leftover in leftovers:
-        shutil.rmtree(leftover, ignore_errors=True)
-    return False
 
 
 # ------------------------------------------------------------------------ do sites fit together?
@@ -940,13 +721,6 @@ def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> 
         return [f"name of ROI {i}: {first[i]} and {second[i]} ({len(renamed)} such ROIs)"]
     place = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x[0] != y[0])
     return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
-
-
-def some_of(ids: Sequence[str], limit: int = 5) -> str:
-    """List the first few of many names, for a sentence."""
-    if not ids:
-        return "none"
-    return ", ".join(ids[:limit]) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
 
 
 def check_compatible(stores: Iterable[SiteStore]) -> None:

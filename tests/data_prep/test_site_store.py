@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.model_selection import StratifiedKFold
 
-from data_prep import site_store
+from data_prep import site_store, store_folder
 from data_prep.site_store import (
     StoreError,
     assign_folds,
@@ -247,15 +247,22 @@ def test_a_foreign_folder_is_never_replaced(make_store, tmp_path):
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("broken", ["_write_tables", "_write_connectomes", "_put_in_place"])
-def test_an_interrupted_run_leaves_the_old_store(make_store, monkeypatch, broken):
+@pytest.mark.parametrize(
+    ("place", "broken"),
+    [
+        (site_store, "_write_tables"),
+        (site_store, "_write_connectomes"),
+        (store_folder, "_put_in_place"),
+    ],
+)
+def test_an_interrupted_run_leaves_the_old_store(make_store, monkeypatch, place, broken):
     folder = make_store()
     before = {f.name: f.read_bytes() for f in folder.iterdir()}
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(site_store, broken, interrupt)
+    monkeypatch.setattr(place, broken, interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_store(n=4)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
