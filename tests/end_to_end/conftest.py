@@ -286,6 +286,16 @@ def simulation(tmp_path_factory, data):
 
 
 @pytest.fixture(scope="session")
+def simulation_of():
+    """Take the job folder that is there, as ``job`` in a folder, with the stores of a data root."""
+
+    def make(folder, stores):
+        return Simulation(folder, stores, read_experiment(folder / "job"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def in_process():
     """Run the same experiment without FLARE, on one thread as the job does."""
 
