@@ -1,0 +1,1 @@
+"""The method as pure tensor functions: it knows no site, no store and no transport."""
