@@ -30,7 +30,7 @@ WORKFLOW = '''
 from pathlib import Path
 
 from fedbn.flare.workflow import FedBNWorkflow
-from fedbn.site_state import write_json
+from fedbn.federation.site_state import write_json
 
 
 class RoundsOnly(FedBNWorkflow):

@@ -29,8 +29,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from fedbn.networks import ConnectomeMLP, PackedDropout, build_network
-from fedbn.training import TrainingSettings, derive_seed, train_epochs
+from fedbn.core.networks import build_network
+from fedbn.core.training import TrainingSettings, derive_seed, train_epochs
+from fedbn.tasks.connectome.network import ConnectomeMLP, PackedDropout
 
 SEED = 0
 RANDOM_SHAPE = (1300, 6105)

@@ -19,9 +19,9 @@ from rich.table import Table
 from scipy.ndimage import gaussian_filter1d
 
 from data_prep.sources import find_abide, read_roi_file
-from fedbn.bundle import Bundle, read_bundle
-from fedbn.prediction import read_scans, scan_of_series
-from fedbn.site_network import far_away, probabilities_and_distances
+from fedbn.models.bundle import Bundle, read_bundle
+from fedbn.models.prediction import read_scans, scan_of_series
+from fedbn.models.site_network import far_away, probabilities_and_distances
 
 ROW = "as it is"
 

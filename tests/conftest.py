@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep.site_store import Participant, write_site_store
-from fedbn.settings import EXPERIMENT_FILE, Experiment
+from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment
 
 N_ROIS = 12
 N_EDGES = N_ROIS * (N_ROIS - 1) // 2

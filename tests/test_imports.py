@@ -14,28 +14,18 @@ ROOT = Path(__file__).parents[1]
 FEDBN = ROOT / "custom" / "fedbn"
 FILES = sorted([*FEDBN.rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 
-PLAIN = (
-    "normalization",
-    "training",
-    "aggregation",
-    "evaluation",
-    "control_variates",
-    "clusters",
-)
-CALLERS = (
-    "site",
-    "experiment",
-    "settings",
-    "flare",
-    "report",
-    "results",
-    "networks",
-    "site_state",
-    "site_settings",
-    "devices",
-    "doctor",
-)
-SCAN_TO_CONNECTOME = ("atlas", "connectome", "quality", "sources", "timeseries")
+ROOMS = {
+    "core": set(),
+    "tasks": {"core"},
+    "federation": {"core", "tasks"},
+    "models": {"core", "tasks", "federation"},
+    "study": {"core", "tasks", "federation", "models"},
+    "report": {"core", "tasks", "federation", "models", "study"},
+    "flare": {"core", "tasks", "federation", "models", "report"},
+    "cli": {"core", "tasks", "federation", "models", "study", "report", "flare"},
+}
+"""Room to the rooms that it may import beside itself."""
+
 HEAVY = (
     "nilearn",
     "matplotlib",
@@ -96,70 +86,48 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     assert expected <= imported(file)
 
 
-def test_there_is_something_to_look_at():
-    found = {named(path) for path in FILES}
-    assert {f"custom/fedbn/{name}.py" for name in PLAIN} <= found
-    assert "data_prep/site_store.py" in found
+def room_of(module):
+    parts = module.split(".")
+    return parts[1] if parts[0] == "fedbn" and len(parts) > 1 else ""
+
+
+def wrong_imports(path):
+    """Name what a file of a room imports although its room may not."""
+    room, names = room_of(module_name(path)), imported(path)
+    allowed = {"", room, *ROOMS[room]}
+    rooms = {name for name in names if room_of(name) in ROOMS and room_of(name) not in allowed}
+    return sorted(rooms | (set(takes(names, "nvflare")) if room != "flare" else set()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
-def test_imports_point_one_way(path):
-    names = imported(path)
-    if path.is_relative_to(FEDBN):
-        if not path.is_relative_to(FEDBN / "flare"):
-            assert takes(names, "nvflare") == [], "only custom/fedbn/flare imports nvflare"
-        of_data_prep = set(takes(names, "data_prep")) - {"data_prep"}
-        # A model that is asked about a scan makes the connectome as the site has made its own.
-        others = () if path != FEDBN / "prediction.py" else SCAN_TO_CONNECTOME
-        allowed = {
-            n for room in ("site_store", *others) for n in takes(of_data_prep, f"data_prep.{room}")
-        }
-        assert of_data_prep == allowed, (
-            "fedbn reads the folder format through data_prep.site_store and nothing else"
-        )
-        if takes(names, "data_prep"):
-            assert of_data_prep
+def test_imports_point_downwards(path):
+    if path.is_relative_to(ROOT / "data_prep"):
+        names = imported(path)
+        assert [n for package in ("fedbn", "nvflare", "torch") for n in takes(names, package)] == []
+    elif room_of(module_name(path)) in ROOMS:
+        assert wrong_imports(path) == []
     else:
-        for package in ("fedbn", "nvflare", "torch"):
-            assert takes(names, package) == [], f"data_prep knows nothing of {package}"
+        assert path.parent == FEDBN, f"{named(path)} is in no room of the table"
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_method_imports_none_of_its_callers(name):
-    names = imported(FEDBN / f"{name}.py")
-    found = [taken for caller in CALLERS for taken in takes(names, f"fedbn.{caller}")]
-    assert found == []
+def test_an_import_that_points_upwards_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "FEDBN", tmp_path / "fedbn")
+    file = tmp_path / "fedbn" / "core" / "training.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def late():\n    from ..federation import site\n    import nvflare.apis\n")
+    assert wrong_imports(file) == ["fedbn.federation", "fedbn.federation.site", "nvflare.apis"]
 
 
-@pytest.mark.parametrize(
-    ("name", "may_import"),
-    [
-        ("normalization", set()),
-        ("aggregation", {"normalization"}),
-        ("training", {"normalization"}),
-        ("evaluation", {"normalization"}),
-        ("control_variates", set()),
-        ("clusters", set()),
-    ],
-)
-def test_the_method_builds_on_normalization_alone(name, may_import):
-    names = takes(imported(FEDBN / f"{name}.py"), "fedbn")
-    modules = {taken.split(".")[1] for taken in names if "." in taken}
-    assert modules <= may_import
-
-
-@pytest.mark.parametrize(
-    ("name", "callers"),
-    [
-        ("adaptation", ("unseen", "explanation", "experiment", "methods", "report", "flare")),
-        ("unseen", ("report", "flare")),
-        ("explanation", ("report", "flare")),
-        ("attribution", ("site", "experiment", "explanation", "report", "flare")),
-    ],
-)
-def test_what_is_built_on_a_run_imports_none_of_its_callers(name, callers):
-    names = imported(FEDBN / f"{name}.py")
-    assert [taken for caller in callers for taken in takes(names, f"fedbn.{caller}")] == []
+def test_no_module_imports_itself_round_a_circle():
+    modules = {module_name(path): path for path in FILES}
+    needs = {
+        name: {n for n in imported(path) if n in modules and n != name}
+        for name, path in modules.items()
+    }
+    while leaves := [name for name, wanted in needs.items() if not wanted & needs.keys()]:
+        for name in leaves:
+            del needs[name]
+    assert sorted(needs) == []
 
 
 def loaded_by(statement):
@@ -190,8 +158,8 @@ def test_training_in_a_fresh_process_does_not_import_the_compiler():
     """The first optimiser object of PyTorch imports it, which costs 1.5 s in each FLARE task."""
     code = """
 import sys, torch
-from fedbn.networks import ConnectomeMLP
-from fedbn.training import TrainingSettings, train_epochs
+from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.core.training import TrainingSettings, train_epochs
 model = ConnectomeMLP(in_features=6)
 for name in ("sgd", "adam", "adamw"):
     settings = TrainingSettings(optimizer=name)

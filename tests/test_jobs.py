@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedbn.installation import installed_version, satisfies
-from fedbn.methods import METHODS
-from fedbn.settings import read_experiment
+from fedbn.federation.experiment import read_experiment
+from fedbn.federation.installation import installed_version, satisfies
+from fedbn.study.methods import METHODS
 
 JOBS = Path(__file__).parents[1] / "jobs"
 MAIN = JOBS / "abide_fedbn"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedbn.methods import METHODS
-from fedbn.settings import Experiment
-from fedbn.site import make_network
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.site import make_network
+from fedbn.study.methods import METHODS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 COLUMNS = {

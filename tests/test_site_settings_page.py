@@ -11,8 +11,8 @@ import pytest
 from nvflare.app_common.resource_consumers.gpu_resource_consumer import GPUResourceConsumer
 from nvflare.app_common.resource_managers.gpu_resource_manager import GPUResourceManager
 
-from fedbn.devices import find_device
-from fedbn.site_settings import SiteSettings, read_site_settings
+from fedbn.federation.devices import find_device
+from fedbn.federation.site_settings import SiteSettings, read_site_settings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "site_settings.md").read_text()

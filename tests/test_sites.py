@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedbn.settings import Experiment
-from fedbn.site_settings import read_site_settings
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.site_settings import read_site_settings
 
 REPOSITORY = Path(__file__).parents[1]
 SITES = REPOSITORY / "sites"

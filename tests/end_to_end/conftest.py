@@ -19,8 +19,8 @@ import pytest
 import torch
 from deployment import deployed
 
-from fedbn.experiment import read_stores, run_federation
-from fedbn.settings import read_experiment
+from fedbn.federation.experiment import read_experiment
+from fedbn.federation.simulation import read_stores, run_federation
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = REPOSITORY / "jobs" / "abide_fedbn"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from data_prep.site_store import read_site_store
-from fedbn.bundle import export_bundle, read_bundle
-from fedbn.kept_model import find_kept_model, site_facts
-from fedbn.prediction import held_out_accuracy, predict_files
+from fedbn.models.bundle import export_bundle, read_bundle
+from fedbn.models.prediction import held_out_accuracy, predict_files
+from fedbn.models.site_model import find_kept_model, site_facts
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from deployment import ADMIN, LEAD, MEMBER, SERVER, SITES, job_id_in
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 from nvflare.recipe import ProdEnv
 
+from fedbn.federation.site import make_network
+from fedbn.federation.site_state import LOCAL_ENTRIES, load_checkpoint
 from fedbn.flare.recipe import FedBNRecipe
-from fedbn.site import make_network
-from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

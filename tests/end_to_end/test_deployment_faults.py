@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import pytest
 from deployment import SERVER, SITES
 
-from fedbn.resume import continue_job
-from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
+from fedbn.federation.resume import continue_job
+from fedbn.federation.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

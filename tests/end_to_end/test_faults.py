@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint
+from fedbn.federation.site_state import SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

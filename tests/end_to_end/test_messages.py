@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedbn.site import make_network
-from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
+from fedbn.federation.site import make_network
+from fedbn.federation.site_state import LOCAL_ENTRIES, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from data_prep.site_store import read_site_store
-from fedbn.evaluation import predict, quick_accuracy
-from fedbn.networks import build_network
-from fedbn.site import prepare
-from fedbn.site_state import COMPLETE_MODEL, SHARED_WEIGHTS, SiteStateError, load_checkpoint
+from fedbn.core.networks import build_network
+from fedbn.federation.site import prepare
+from fedbn.federation.site_state import (
+    COMPLETE_MODEL,
+    SHARED_WEIGHTS,
+    SiteStateError,
+    load_checkpoint,
+)
+from fedbn.tasks.evaluation import predict, quick_accuracy
 
 pytestmark = pytest.mark.slow
 

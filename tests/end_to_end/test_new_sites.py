@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from fedbn.__main__ import app
-from fedbn.adaptation import AFFINE, AFFINE_FILE
-from fedbn.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint
+from fedbn.federation.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint
+from fedbn.models.new_site import AFFINE, AFFINE_FILE
 
 pytestmark = pytest.mark.slow
 

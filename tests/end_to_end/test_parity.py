@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn.normalization import split
-from fedbn.results import weights_digest
-from fedbn.site import make_network
-from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
+from fedbn.core.normalization import split
+from fedbn.federation.results import weights_digest
+from fedbn.federation.site import make_network
+from fedbn.federation.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbn.__main__ import app
-from fedbn.control_variates import PREFIX
-from fedbn.results import weights_digest
-from fedbn.settings import read_experiment
-from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
+from fedbn.core.control_variates import PREFIX
+from fedbn.federation.experiment import read_experiment
+from fedbn.federation.results import weights_digest
+from fedbn.federation.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint
 
 pytestmark = pytest.mark.slow
 

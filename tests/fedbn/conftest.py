@@ -23,19 +23,19 @@ from nvflare.lighter.utils import (
 
 from data_prep.connectome import correlation_connectomes
 from data_prep.site_store import Participant, read_site_store, write_site_store
-from fedbn.bundle import export_bundle
-from fedbn.experiment import federate
-from fedbn.kept_model import find_kept_model, site_facts
-from fedbn.normalization import entries
-from fedbn.results import run_report, site_report
-from fedbn.settings import Experiment
-from fedbn.site_state import (
+from fedbn.core.normalization import entries
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.results import run_report, site_report
+from fedbn.federation.simulation import federate
+from fedbn.federation.site_state import (
     SHARED_WEIGHTS,
     SiteState,
     network_fingerprint,
     save_checkpoint,
     write_json,
 )
+from fedbn.models.bundle import export_bundle
+from fedbn.models.site_model import find_kept_model, site_facts
 
 
 @pytest.fixture(scope="session", autouse=True)

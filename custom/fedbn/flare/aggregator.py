@@ -16,11 +16,11 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-from fedbn.aggregation import ContributionError
+from fedbn.core.aggregation import ContributionError
+from fedbn.federation.experiment import ExperimentError
+from fedbn.federation.server import Server
 from fedbn.flare.job import ERROR, REPORT, redacted, to_arrays, to_tensors
 from fedbn.flare.persistor import SharedModelPersistor
-from fedbn.server import Server
-from fedbn.settings import ExperimentError
 
 Message = tuple[list[str], dict[str, np.ndarray] | None]
 """Clients, and the arrays that all of them receive."""
@@ -136,7 +136,7 @@ class FedBNAggregator(ModelAggregator):
 
         Raises
         ------
-        fedbn.aggregation.ContributionError
+        fedbn.core.aggregation.ContributionError
             If none was accepted.
         """
         if self._server is None:

@@ -14,11 +14,11 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.app_constant import AppConstants
 
-from fedbn.control_variates import PREFIX
+from fedbn.core.control_variates import PREFIX
+from fedbn.core.networks import build_network
+from fedbn.core.normalization import Policy, affine_names, split
 from fedbn.flare.job import job_experiment, site_settings
 from fedbn.flare.new_sites import PREFIX as AFFINE
-from fedbn.networks import build_network
-from fedbn.normalization import Policy, affine_names, split
 
 _WEIGHTS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _NUMBERS = (DataKind.METRICS, DataKind.ANALYTIC)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from nvflare.apis.fl_context import FLContext
 
-from fedbn.settings import EXPERIMENT_FILE, Experiment, read_experiment
-from fedbn.site_settings import SITE_SETTINGS_FILE, SiteSettings, read_site_settings
+from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
+from fedbn.federation.site_settings import SITE_SETTINGS_FILE, SiteSettings, read_site_settings
 
 REPORT = "fedbn"
 """Key of a message's meta data under which fedbn puts its own facts, in either direction."""
@@ -40,7 +40,7 @@ def job_experiment(fl_ctx: FLContext) -> Experiment:
 
     Raises
     ------
-    fedbn.settings.ExperimentError
+    fedbn.federation.experiment.ExperimentError
         If it is missing or wrong.
     """
     workspace = fl_ctx.get_engine().get_workspace()
@@ -54,7 +54,7 @@ def site_settings(fl_ctx: FLContext) -> SiteSettings:
 
     Raises
     ------
-    fedbn.site_settings.SiteSettingsError
+    fedbn.federation.site_settings.SiteSettingsError
         If the file is wrong; without one the settings are the defaults.
     """
     workspace = fl_ctx.get_engine().get_workspace()

@@ -1,8 +1,9 @@
 """A site's learner in FLARE: receives shared entries, trains beside its own, sends shared entries.
 
 Nothing here decides a number. The learner finds the site's data and its kept state, calls
-:class:`fedbn.site.Site`, writes the state back, and wraps the result into FLARE's message. FLARE's
-simulator may build this object anew for every task, so nothing that matters lives in it.
+:class:`fedbn.federation.site.Site`, writes the state back, and wraps the result into FLARE's
+message. FLARE's simulator may build this object anew for every task, so nothing that matters
+lives in it.
 
 ``ModelLearner`` is marked as deprecated in FLARE 2.9 in favour of its Client API and still
 supported; it is what ``nvflare simulator`` jobs with an in-process executor use.
@@ -30,8 +31,20 @@ from data_prep.site_store import (
     default_data_root,
     read_site_store,
 )
-from fedbn.devices import DeviceChoice, described, device_facts, find_device, out_of_memory
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.devices import (
+    DeviceChoice,
+    described,
+    device_facts,
+    find_device,
+    out_of_memory,
+)
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.installation import check_packages, missing_package
+from fedbn.federation.results import site_report, versions, without_nan
+from fedbn.federation.resume import CONTINUED_FROM, check_not_stale, seed_state
+from fedbn.federation.site import Preparation, Site, make_network
+from fedbn.federation.site_settings import SiteSettings
+from fedbn.federation.site_state import SiteState, SiteStateError, network_fingerprint
 from fedbn.flare.job import (
     ACCEPTED,
     ERROR,
@@ -49,13 +62,7 @@ from fedbn.flare.job import (
     to_tensors,
 )
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE, to_send
-from fedbn.installation import check_packages, missing_package
-from fedbn.results import site_report, versions, without_nan
-from fedbn.resume import CONTINUED_FROM, check_not_stale, seed_state
-from fedbn.settings import Experiment
-from fedbn.site import Preparation, Site, make_network
-from fedbn.site_settings import SiteSettings
-from fedbn.site_state import SiteState, SiteStateError, network_fingerprint
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 
 class TaskAbortedError(RuntimeError):

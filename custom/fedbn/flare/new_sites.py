@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedbn.core.normalization import affine_names, check_entries, entries
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.site import Site, make_network
 from fedbn.flare.job import redacted, to_arrays, to_tensors
-from fedbn.normalization import affine_names, check_entries, entries
-from fedbn.settings import Experiment
-from fedbn.site import Site, make_network
 
 SHARES_AFFINE = "shares gamma and beta"
 """Key of a site's preflight answer."""
@@ -75,7 +75,7 @@ def keep(
     str
         One sentence for the log.
     """
-    from fedbn.adaptation import AFFINE_FILE, MIN_WILLING_SITES, save_affine
+    from fedbn.models.new_site import AFFINE_FILE, MIN_WILLING_SITES, save_affine
 
     network, partition = make_network(experiment)
     expected = entries(network, affine_names(network, partition))

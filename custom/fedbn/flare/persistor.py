@@ -17,13 +17,13 @@ from nvflare.app_common.abstract.model_persistor import ModelPersistor
 from nvflare.app_common.app_constant import AppConstants, DefaultCheckpointFileName
 from torch import nn
 
+from fedbn.core.normalization import Partition, check_entries, entries
+from fedbn.federation.experiment import Experiment, ExperimentError
+from fedbn.federation.resume import check_continues
+from fedbn.federation.server import Server, make_server, warm_start
+from fedbn.federation.site import make_network
+from fedbn.federation.site_state import SHARED_WEIGHTS, load_checkpoint, save_checkpoint
 from fedbn.flare.job import ACCEPTED, job_experiment, to_arrays, to_tensors
-from fedbn.normalization import Partition, check_entries, entries
-from fedbn.resume import check_continues
-from fedbn.server import Server, make_server, warm_start
-from fedbn.settings import Experiment, ExperimentError
-from fedbn.site import make_network
-from fedbn.site_state import SHARED_WEIGHTS, load_checkpoint, save_checkpoint
 
 
 class SharedModelPersistor(ModelPersistor):
@@ -38,7 +38,8 @@ class SharedModelPersistor(ModelPersistor):
     initial_weights
         File of shared weights from an earlier run to start from; a relative path is looked up in
         the job's app folder. Without it the weights are the network's own, from the job's seed.
-        A job that continues a run (see :mod:`fedbn.resume`) goes on with all that its server held.
+        A job that continues a run (see :mod:`fedbn.federation.resume`) goes on with all that its
+        server held.
         Any other job takes the shared entries alone, as a warm start: what stays at a site, and
         control variates, begin as in a job without such a file.
     file_name

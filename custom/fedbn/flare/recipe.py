@@ -28,12 +28,17 @@ from nvflare.app_opt.tracking.tb.tb_writer import TBWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
+from fedbn.federation.experiment import (
+    EXPERIMENT_FILE,
+    Experiment,
+    ExperimentError,
+    read_experiment,
+)
+from fedbn.federation.site_state import write_json
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow
-from fedbn.settings import EXPERIMENT_FILE, Experiment, ExperimentError, read_experiment
-from fedbn.site_state import write_json
 
 TASKS = ["train", "validate", "submit_model"]
 
@@ -64,7 +69,7 @@ class FedBNRecipe(Recipe):
 
     Raises
     ------
-    fedbn.settings.ExperimentError
+    fedbn.federation.experiment.ExperimentError
         If the experiment cannot be used, or the name cannot name a job.
 
     Attributes

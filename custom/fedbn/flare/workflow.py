@@ -23,8 +23,12 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from data_prep.site_store import signature_differences
-from fedbn.adaptation import MIN_WILLING_SITES
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.installation import different_versions
+from fedbn.federation.results import run_report, versions
+from fedbn.federation.resume import SIMULATOR_JOB
+from fedbn.federation.run_folder import RESULTS_FILE
+from fedbn.federation.site_state import SiteStateError, write_json
 from fedbn.flare import new_sites
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
@@ -42,13 +46,9 @@ from fedbn.flare.job import (
 )
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE
 from fedbn.flare.persistor import SharedModelPersistor
-from fedbn.installation import different_versions
+from fedbn.models.new_site import MIN_WILLING_SITES
 from fedbn.report.tables import render, run_tables
-from fedbn.results import run_report, versions
-from fedbn.resume import SIMULATOR_JOB
-from fedbn.run_folder import RESULTS_FILE
-from fedbn.settings import Experiment
-from fedbn.site_state import SiteStateError, write_json
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 QUICK_METRICS = ("window_accuracy", "subject_accuracy", "cross_entropy")
 TABLE_FILE = "results.txt"

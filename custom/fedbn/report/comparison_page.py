@@ -11,8 +11,13 @@ import numpy as np
 from rich.table import Table
 
 from data_prep.site_store import SiteStore
-from fedbn import evaluation, paired
-from fedbn.comparison import (
+from fedbn.federation.simulation import Federation, federate, read_stores
+from fedbn.federation.site import store_fingerprint
+from fedbn.report import comparison_tables, figures, held_out, parts, site_models
+from fedbn.report.html import Page, Picture
+from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.study import paired
+from fedbn.study.comparison import (
     MACRO,
     OWN_THRESHOLD,
     ComparisonError,
@@ -20,12 +25,8 @@ from fedbn.comparison import (
     Run,
     read_comparison,
 )
-from fedbn.experiment import Federation, federate, read_stores
-from fedbn.methods import method, run_federated
-from fedbn.report import comparison_tables, figures, held_out, parts, site_models
-from fedbn.report.html import Page, Picture
-from fedbn.report.tables import LOOK, SYNTHETIC
-from fedbn.site import store_fingerprint
+from fedbn.study.methods import method, run_federated
+from fedbn.tasks import evaluation
 
 N_DRAWN = len(figures.COLOURS)
 _DRAWN_FIRST = ("fedbn", "fedavg", "singleset", "pooled", "fedavg_threshold", "fedavg_adabn")
@@ -54,7 +55,7 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
 
     Raises
     ------
-    fedbn.comparison.ComparisonError
+    fedbn.study.comparison.ComparisonError
         If the comparison is not finished, or `data_root` holds other data.
     """
     summary, plan, records = read_comparison(folder)

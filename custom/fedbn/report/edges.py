@@ -17,11 +17,11 @@ from importlib import resources
 import numpy as np
 import torch
 
-from fedbn.networks import ConnectomeMLP
+from fedbn.federation.site import make_network
 from fedbn.report.figures import figure_png, label_synthetic
 from fedbn.report.html import Picture
 from fedbn.report.site_models import SiteModels
-from fedbn.site import make_network
+from fedbn.tasks.connectome.network import ConnectomeMLP
 
 COORDINATES_FILE = "harvard_oxford_mni.tsv"
 N_EDGES = 20
@@ -44,8 +44,8 @@ class Edge:
 def attribution(models: SiteModels) -> np.ndarray | None:
     """Return the path weight of each edge, mean over sites, (n_edges,).
 
-    ``None`` if the network is not a :class:`fedbn.networks.ConnectomeMLP`, whose input is the
-    edges in order and whose layers are linear but for the ReLU.
+    ``None`` if the network is not a :class:`ConnectomeMLP`, whose input is the edges in order and
+    whose layers are linear but for the ReLU.
     """
     network, _ = make_network(models.experiment)
     if not isinstance(network, ConnectomeMLP):

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 from rich.table import Table
 
-from fedbn.explanation import N_TOP, SHARED, Explanation, strongest_in
 from fedbn.report import edges
 from fedbn.report.html import Picture
 from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.study.explanation import N_TOP, SHARED, Explanation, strongest_in
 
 N_SHOWN = edges.N_EDGES
 WIDTH = 150

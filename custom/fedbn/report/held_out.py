@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fedbn import operating_point
-from fedbn.comparison import Plan, Run
-from fedbn.methods import method
+from fedbn.study.comparison import Plan, Run
+from fedbn.study.methods import method
+from fedbn.tasks import operating_point
 
 GRID = np.linspace(0, 1, 1001)
 MIN_IN_BIN = 5

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbn.federation.site_state import atomic_write
 from fedbn.report.tables import SYNTHETIC
-from fedbn.site_state import atomic_write
 
 if TYPE_CHECKING:
     from rich.table import Table

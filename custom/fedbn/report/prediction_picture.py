@@ -1,7 +1,7 @@
 """One scan's prediction as a picture: which connections spoke for it, by name and on a brain.
 
-Attribution is by integrated gradients (see :mod:`fedbn.attribution`) against the site's mean
-training subject, in log odds. The picture says how much of the whole it draws.
+Attribution is by integrated gradients (see :mod:`fedbn.tasks.connectome.attribution`) against the
+site's mean training subject, in log odds. The picture says how much of the whole it draws.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fedbn.bundle import Bundle
-from fedbn.prediction import Prediction, strongest
+from fedbn.models.bundle import Bundle
+from fedbn.models.prediction import Prediction, strongest
+from fedbn.models.site_network import NOTICE
 from fedbn.report.edges import Edge, coordinates, located
 from fedbn.report.figures import COLOURS, GREY, figure_png
 from fedbn.report.tables import SYNTHETIC
-from fedbn.site_network import NOTICE
 
 N_BARS = 15
 FOR_AUTISM, FOR_CONTROL = COLOURS[1], COLOURS[0]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from fedbn.bundle import Bundle
-from fedbn.prediction import Prediction, held_out_accuracy, prediction_row, verdict
+from fedbn.models.bundle import Bundle
+from fedbn.models.prediction import Prediction, held_out_accuracy, verdict
+from fedbn.report.prediction_files import prediction_row
 
 MOST_ROWS = 40
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbn.results import FORMAT
-from fedbn.run_folder import RESULTS_FILE, only_file
+from fedbn.federation.results import FORMAT
+from fedbn.federation.run_folder import RESULTS_FILE, only_file
 
 
 def results_file(folder: Path) -> Path:

@@ -11,8 +11,11 @@ import numpy as np
 from rich.table import Table
 
 from data_prep.site_store import SiteStore
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING, subject_scores
-from fedbn.experiment import federate, read_stores
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.results import ALONE, FEDERATED, FINETUNED, weights_digest
+from fedbn.federation.simulation import federate, read_stores
+from fedbn.federation.site import Site
+from fedbn.federation.site_state import SiteStateError
 from fedbn.report import figures, parts, site_models
 from fedbn.report.held_out import HeldOut, Scored
 from fedbn.report.html import Page
@@ -26,10 +29,7 @@ from fedbn.report.tables import (
     gain_table,
     groups_table,
 )
-from fedbn.results import ALONE, FEDERATED, FINETUNED, weights_digest
-from fedbn.settings import Experiment
-from fedbn.site import Site
-from fedbn.site_state import SiteStateError
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING, subject_scores
 
 _KINDS = (ALONE, FEDERATED, FINETUNED)
 _METRICS = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")

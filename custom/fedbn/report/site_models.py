@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from data_prep.site_store import SiteStore, StoreError
-from fedbn.experiment import Federation
-from fedbn.normalization import Partition, entries, load_entries
-from fedbn.settings import Experiment
-from fedbn.site import Site, make_network
-from fedbn.site_state import COMPLETE_MODEL, SiteStateError, load_checkpoint
+from fedbn.core.normalization import Partition, entries, load_entries
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.simulation import Federation
+from fedbn.federation.site import Site, make_network
+from fedbn.federation.site_state import COMPLETE_MODEL, SiteStateError, load_checkpoint
 
 STANDARDIZATION = "standardization."
 _CHUNK = 512
@@ -74,7 +74,7 @@ def from_workspace(workspace: Path, experiment: Experiment, job: str) -> SiteMod
 
     Raises
     ------
-    fedbn.site_state.SiteStateError
+    fedbn.federation.site_state.SiteStateError
         If a file is damaged, or of another network.
     """
     network, partition = make_network(experiment)

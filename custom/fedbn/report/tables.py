@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
-from fedbn.results import ALONE, FEDERATED, FINETUNED
+from fedbn.federation.results import ALONE, FEDERATED, FINETUNED
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 SYNTHETIC = "SYNTHETIC COHORT, no patient's data\n"
 WIDTH = 80

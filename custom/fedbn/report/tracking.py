@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbn.comparison import (
+from fedbn.study.comparison import (
     IDENTITY_FILE,
     LEVELS,
     METRICS,
@@ -28,7 +28,7 @@ from fedbn.comparison import (
     read_comparison,
     score_record,
 )
-from fedbn.evaluation import AFTER_TRAINING
+from fedbn.tasks.evaluation import AFTER_TRAINING
 
 TRACKERS = ("mlflow",)
 STORE_FILE = "mlflow.db"
@@ -75,12 +75,12 @@ def track(folder: Path) -> str:
     client = MlflowClient(tracking_uri=store)
     experiment = _experiment(client, (folder / ARTEFACTS_FOLDER).resolve().as_uri())
     key = _digest(summary)
-    parent = _found(client, experiment, "fedbn.comparison", key)
+    parent = _found(client, experiment, "fedbn.study.comparison", key)
     if parent is not None and parent.info.status == "FINISHED":
         return store
     if parent is None:
         name = f"{len(plan.methods)} methods, {plan.n_seeds} seeds"
-        parent = _begin(client, experiment, name, {"fedbn.comparison": key})
+        parent = _begin(client, experiment, name, {"fedbn.study.comparison": key})
     parent_id = parent.info.run_id
     _log(client, parent_id, _parameters(summary), _summary_metrics(summary))
     for run, record in records.items():

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedbn.report.comparison_tables import interval, points
 from fedbn.report.tables import LOOK, SYNTHETIC, WIDTH
-from fedbn.unseen import MACRO
+from fedbn.study.leave_one_site_out import MACRO
 
 _NOTES = {
     "site statistics": (" *", "* needs the sites' running statistics, which never leave them."),

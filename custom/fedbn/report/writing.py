@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fedbn.comparison import IDENTITY_FILE, SUMMARY_FILE, ComparisonError
 from fedbn.report.comparison_page import comparison_page
 from fedbn.report.run_page import run_page
+from fedbn.study.comparison import IDENTITY_FILE, SUMMARY_FILE, ComparisonError
 
 REPORT_FOLDER = "report"
 

@@ -14,10 +14,10 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-from fedbn.aggregation import ContributionError
+from fedbn.core.aggregation import ContributionError
+from fedbn.federation.site import make_network
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.job import REPORT, to_arrays
-from fedbn.site import make_network
 
 NAME = "classifier.weight"
 

@@ -11,17 +11,17 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
 
 from data_prep.site_store import read_site_store
-from fedbn.control_variates import PREFIX
-from fedbn.flare.aggregator import FedBNAggregator
-from fedbn.flare.filters import BatchNormFilter
-from fedbn.flare.job import to_arrays, to_tensors
-from fedbn.site import Site, make_network
-from fedbn.site_state import (
+from fedbn.core.control_variates import PREFIX
+from fedbn.federation.site import Site, make_network
+from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     LOCAL_ENTRIES,
     SHARED_WEIGHTS,
     load_checkpoint,
 )
+from fedbn.flare.aggregator import FedBNAggregator
+from fedbn.flare.filters import BatchNormFilter
+from fedbn.flare.job import to_arrays, to_tensors
 
 SCAFFOLD = {
     "algorithm": {"name": "scaffold"},

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from data_prep.site_store import read_site_store
-from fedbn.experiment import run_federation
-from fedbn.methods import METHODS
-from fedbn.results import weights_digest
-from fedbn.settings import read_experiment
-from fedbn.site_state import LOCAL_ENTRIES, load_checkpoint
+from fedbn.federation.experiment import read_experiment
+from fedbn.federation.results import weights_digest
+from fedbn.federation.simulation import run_federation
+from fedbn.federation.site_state import LOCAL_ENTRIES, load_checkpoint
+from fedbn.study.methods import METHODS
 
 JOBS = Path(__file__).parents[3] / "jobs"
 SITES = ("NYU", "UM", "USM")

@@ -9,10 +9,10 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
+from fedbn.federation.experiment import ExperimentError
+from fedbn.federation.site import make_network
 from fedbn.flare.filters import BatchNormFilter
 from fedbn.flare.job import REPORT, to_arrays
-from fedbn.settings import ExperimentError
-from fedbn.site import make_network
 
 LAYER = "hidden.0.norm"
 GAMMA_BETA = {f"{LAYER}.weight", f"{LAYER}.bias"}

@@ -16,12 +16,17 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.app_constant import ValidateType
 
 from data_prep.site_store import read_site_store
-from fedbn.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.core.normalization import entries
+from fedbn.federation.site import Site, make_network
+from fedbn.federation.site_state import (
+    COMPLETE_MODEL,
+    LOCAL_ENTRIES,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fedbn.flare.job import to_arrays
 from fedbn.flare.learner import FedBNLearner
-from fedbn.normalization import entries
-from fedbn.site import Site, make_network
-from fedbn.site_state import COMPLETE_MODEL, LOCAL_ENTRIES, load_checkpoint, save_checkpoint
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 
 @pytest.fixture
@@ -489,7 +494,9 @@ def test_a_numbered_client_reads_its_sites_store(make_client, experiment):
 
 
 def test_a_site_with_another_fedbn_refuses_with_both_versions(make_client, experiment, monkeypatch):
-    monkeypatch.setattr("fedbn.installation.installed_version", lambda package="fedbn": "0.3.0")
+    monkeypatch.setattr(
+        "fedbn.federation.installation.installed_version", lambda package="fedbn": "0.3.0"
+    )
     report, _ = make_client(experiment(fedbn_version=">=0.1,<0.2")).ask("preflight")
     assert report["error"].startswith(
         "site 'NYU': the job needs fedbn >=0.1,<0.2, but fedbn 0.3.0 is installed here; "

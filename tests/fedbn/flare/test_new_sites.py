@@ -14,13 +14,13 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-from fedbn.adaptation import AFFINE, AFFINE_FILE, read_run
+from fedbn.federation.site import make_network
+from fedbn.federation.site_settings import SiteSettingsError
+from fedbn.federation.site_state import load_checkpoint
 from fedbn.flare.filters import BatchNormFilter
 from fedbn.flare.job import FINAL, REPORT, TRAIN, to_arrays
 from fedbn.flare.new_sites import PREFIX, SEND_AFFINE, SHARES_AFFINE
-from fedbn.site import make_network
-from fedbn.site_settings import SiteSettingsError
-from fedbn.site_state import load_checkpoint
+from fedbn.models.new_site import AFFINE, AFFINE_FILE, read_run
 
 SITES = ("NYU", "UM", "USM")
 NORM = "hidden.0.norm"

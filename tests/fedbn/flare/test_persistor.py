@@ -7,15 +7,15 @@ import torch
 from nvflare.apis.event_type import EventType
 from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
 
-from fedbn.flare.persistor import SharedModelPersistor
-from fedbn.normalization import entries
-from fedbn.site import make_network
-from fedbn.site_state import (
+from fedbn.core.normalization import entries
+from fedbn.federation.site import make_network
+from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     SHARED_WEIGHTS,
     load_checkpoint,
     save_checkpoint,
 )
+from fedbn.flare.persistor import SharedModelPersistor
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
+from fedbn.federation.site import make_network
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.filters import BatchNormFilter
 from fedbn.flare.job import to_arrays
-from fedbn.site import make_network
 
 DIFFERENCES = [DataKind.WEIGHT_DIFF]
 SHARED = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedbn.federation.experiment import ExperimentError, read_experiment
 from fedbn.flare.recipe import FedBNRecipe
-from fedbn.settings import ExperimentError, read_experiment
 
 JOBS = Path(__file__).parents[3] / "jobs"
 

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from data_prep.site_store import read_site_store
-from fedbn.experiment import run_federation
+from fedbn.federation.results import weights_digest
+from fedbn.federation.simulation import run_federation
+from fedbn.federation.site_state import (
+    LOCAL_ENTRIES,
+    SHARED_WEIGHTS,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fedbn.flare.job import ERROR, REPORT
 from fedbn.flare.persistor import SharedModelPersistor
-from fedbn.results import weights_digest
-from fedbn.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_checkpoint, save_checkpoint
 
 SITES = ("NYU", "UM", "USM")
 ROUNDS = 4

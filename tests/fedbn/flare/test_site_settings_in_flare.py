@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedbn import devices
+from fedbn.core.normalization import entries
+from fedbn.federation import devices
+from fedbn.federation.site import Site, make_network
 from fedbn.flare.job import to_arrays
-from fedbn.normalization import entries
-from fedbn.site import Site, make_network
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_device_that_is_full_in_the_preflight_is_no_misfit_of_the_network(make
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("fedbn.evaluation.predict", full)
+    monkeypatch.setattr("fedbn.tasks.evaluation.predict", full)
     report, _ = client.ask("preflight")
     assert "has no memory left" in report["error"]
     assert "cannot take" not in report["error"]

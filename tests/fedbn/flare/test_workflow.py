@@ -14,11 +14,11 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import make_reply
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
+from fedbn.federation.results import weights_digest
+from fedbn.federation.site_state import SHARED_WEIGHTS, SiteStateError, load_checkpoint
 from fedbn.flare.job import ERROR, PURPOSE, REPORT
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow, RunFailedError
-from fedbn.results import weights_digest
-from fedbn.site_state import SHARED_WEIGHTS, SiteStateError, load_checkpoint
 
 SITES = ("NYU", "UM", "USM")
 
@@ -499,7 +499,9 @@ def test_an_answer_without_device_or_versions_is_no_error(make_workflow, wrong):
 def test_a_server_with_another_fedbn_ends_the_job_before_any_site_is_asked(
     make_context, experiment, monkeypatch
 ):
-    monkeypatch.setattr("fedbn.installation.installed_version", lambda package="fedbn": "0.3.0")
+    monkeypatch.setattr(
+        "fedbn.federation.installation.installed_version", lambda package="fedbn": "0.3.0"
+    )
     persistor = SharedModelPersistor()
     context = make_context(experiment(sites=SITES, fedbn_version=">=0.1,<0.2"), persistor=persistor)
     persistor.handle_event(EventType.START_RUN, context)

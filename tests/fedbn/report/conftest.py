@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fedbn import comparison
-from fedbn.experiment import read_stores, run_federation
+from fedbn.federation.experiment import Experiment
+from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.site import Site
+from fedbn.federation.site_state import SiteState, network_fingerprint, write_json
 from fedbn.report import figures
 from fedbn.report.html import table_html
 from fedbn.report.writing import write_report
-from fedbn.settings import Experiment
-from fedbn.site import Site
-from fedbn.site_state import SiteState, network_fingerprint, write_json
+from fedbn.study import comparison
 
 N_EDGES = 66
 JOB = "a_job"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from data_prep.harvard_oxford import ROIS
+from fedbn.federation.site import make_network
 from fedbn.report import edges, site_models
 from fedbn.report.edges import Edge
-from fedbn.site import make_network
 
 
 def test_a_path_weight_is_the_gradient_of_the_network_without_its_relu(settings, replaced):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import auc, roc_auc_score
 
-from fedbn.comparison import read_comparison
 from fedbn.report import held_out
 from fedbn.report.held_out import GRID, HeldOut
+from fedbn.study.comparison import read_comparison
 
 
 def subjects(targets, scores, threshold=0.5):

@@ -11,14 +11,14 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from fedbn import comparison, paired
 from fedbn.__main__ import app
-from fedbn.comparison import read_comparison
-from fedbn.experiment import read_stores, run_federation
+from fedbn.federation.simulation import read_stores, run_federation
 from fedbn.report import comparison_page, edges, figures
 from fedbn.report.comparison_page import drawn, operating_point_sentences
 from fedbn.report.tables import SYNTHETIC
 from fedbn.report.writing import write_report
+from fedbn.study import comparison, paired
+from fedbn.study.comparison import read_comparison
 
 pytestmark = pytest.mark.slow  # every test draws the pictures of a whole page
 

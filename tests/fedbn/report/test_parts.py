@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedbn.federation.site import make_network
 from fedbn.report import parts
 from fedbn.report.html import Page
 from fedbn.report.site_models import SiteModels
-from fedbn.site import make_network
 
 DEEP = {
     "name": "DenseNet121",

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from data_prep.site_store import StoreError, read_site_store
-from fedbn.experiment import read_stores
+from fedbn.federation.simulation import read_stores
+from fedbn.federation.site_state import SiteStateError
 from fedbn.report import site_models
 from fedbn.report.site_models import share_between
-from fedbn.site_state import SiteStateError
 
 LAYER = "hidden.0.norm"
 

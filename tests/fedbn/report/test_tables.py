@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from fedbn.experiment import read_stores, run_federation
+from fedbn.federation.simulation import read_stores, run_federation
 from fedbn.report import figures
 from fedbn.report.comparison_tables import (
     after_training_table,

@@ -1,0 +1,1 @@
+"""The console command's groups: they read arguments and call; no logic."""

@@ -1,0 +1,117 @@
+"""What all commands have in common: the application, options, progress, and errors for people."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedbn.federation.experiment import Experiment
+
+app = typer.Typer(
+    help="Federated learning in which every hospital keeps its own batch norm.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+screen = Console()
+
+Job = Annotated[
+    Path, typer.Argument(help="A job folder (jobs/abide_fedbn), or its experiment.json.")
+]
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="Folder with one store a site. Default: $FEDBN_DATA, else ~/fedbn_data.",
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def _main() -> None:
+    """Federated learning in which every hospital keeps its own batch norm."""
+
+
+def check_writable(out: Path) -> None:
+    """Find out before a run, not after it, that its results have no place."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder; name a file, such as {out / 'results.json'}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def changed(experiment: Experiment, **changes: object) -> Experiment:
+    """Return the experiment with what was given on the command line."""
+    return experiment.changed(**{k: v for k, v in changes.items() if v is not None})
+
+
+def progress_bar() -> Progress:
+    """Return a bar on stderr, shown on a terminal alone."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,  # in a file a bar is one line of no use
+    )
+
+
+@contextlib.contextmanager
+def runs_progress() -> Iterator[Callable[[int, int], None]]:
+    """Follow a comparison: a bar with the time left on a terminal, else a line now and then."""
+    started = time.monotonic()
+    first: list[int] = []
+    with progress_bar() as progress:
+        task = progress.add_task("runs", total=None)
+        told = started
+
+        def on_run(done: int, total: int) -> None:
+            nonlocal told
+            if not first:
+                first.append(done)
+                if done:
+                    typer.echo(f"{done} of {total} runs are there already", err=True)
+                progress.reset(task, total=total, completed=done)
+            progress.update(task, completed=done)
+            now = time.monotonic()
+            if not progress.console.is_terminal and done > first[0] and now - told > 30:
+                told = now
+                left = (total - done) * (now - started) / (done - first[0])
+                typer.echo(f"{done} of {total} runs, about {left / 60:.0f} min left", err=True)
+
+        yield on_run
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn what a user can mend into one sentence on stderr and exit code 1."""
+    try:
+        yield
+    except typer.Exit:  # a RuntimeError, too, whose sentence has been said
+        raise
+    except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
+        sentence = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            sentence = f"cannot use {error.filename}: {error.strerror}"
+        typer.echo(f"fedbn: {' '.join(sentence.split())}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,1 @@
+"""Sites and a server without transport: what each does in a round."""

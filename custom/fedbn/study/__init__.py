@@ -1,0 +1,1 @@
+"""Methods against each other: comparisons, selection, leave-one-site-out, baselines."""

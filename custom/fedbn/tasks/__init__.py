@@ -1,0 +1,1 @@
+"""What is learned from what: a task knows one kind of data, its batches and its scores."""
