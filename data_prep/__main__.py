@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas
 from data_prep.connectome import ConnectomeSettings
+from data_prep.files import atomic_folder, file_checksum
 from data_prep.nifti import (
     DEFAULT_SPACE,
     CheckedScan,
@@ -28,7 +30,12 @@ from data_prep.nifti import (
 )
 from data_prep.preparation import FoldPlan, Preparation, build_site_store, unchanged_store
 from data_prep.quality import Exclusion, QualityRule
-from data_prep.roi_files import RoiFolder
+from data_prep.roi_files import (
+    describe_series,
+    holds_series,
+    refuse_foreign_series,
+    write_roi_file,
+)
 from data_prep.site_store import (
     TABLES_AND_ARRAY,
     SiteStore,
@@ -36,7 +43,6 @@ from data_prep.site_store import (
     assign_folds,
     check_compatible,
     default_data_root,
-    file_checksum,
     find_site_stores,
     read_site_store,
 )
@@ -408,7 +414,7 @@ def nifti(
         inputs={participants.name: file_checksum(participants)},
         source=source,
         tr=tr,
-        series_folder=RoiFolder(timeseries_out) if timeseries_out else None,
+        series_out=timeseries_out,
         report=report,
         force=force,
     )
@@ -472,15 +478,15 @@ def _prepare_nifti_site(
     inputs: dict[str, object],
     source: dict[str, object],
     tr: float | None,
-    series_folder: RoiFolder | None,
+    series_out: Path | None,
     report: "SiteReport",
     force: bool,
 ) -> SiteStore:
     assert preparation.extraction is not None
     site = join.site
     refuse_foreign_folder(folder, TABLES_AND_ARRAY)  # now, not after hours of reading scans
-    if series_folder is not None:
-        series_folder.refuse_foreign()
+    if series_out is not None:
+        refuse_foreign_series(series_out)
     scans: list[CheckedScan] = []
     with progress_bar(f"{site}: checking", len(join.joined)) as step:
         for row, scan in join.joined:
@@ -500,66 +506,69 @@ def _prepare_nifti_site(
     }
     fingerprint = preparation.fingerprint(site, inputs)
     store = unchanged_store(folder, fingerprint)
-    complete = series_folder is None or series_folder.is_complete(fingerprint)
+    complete = series_out is None or holds_series(series_out, fingerprint)
     if store is not None and complete and not force:
         report.add(store, expected=join.expected, join=join, unchanged=True)
         return store
-    if series_folder is not None:
-        series_folder.begin()
     subjects: list[Subject] = []
     unread: list[Exclusion] = []
     censored: dict[str, int] = {}
     shortest = preparation.rule.shortest(preparation.settings.window)
-    with progress_bar(f"{site}: time series", len(scans)) as step:
-        for checked in scans:  # one scan in memory at a time
-            found = read_nifti_subject(checked, site, atlas, preparation.extraction, shortest)
-            if isinstance(found, Exclusion):
-                unread.append(found)
-            else:
-                subjects.append(found)
-                if len(found.series) < checked.n_volumes:
-                    censored[found.participant_id] = checked.n_volumes - len(found.series)
-                if series_folder is not None:
-                    series_folder.add(found, atlas.rois)
-            step()
-    made_of = ", ".join(str(source[key]) for key in ("name", "space") if key in source)
-    description = {
-        "source": source,
-        "preprocessing": f"{preparation.extraction.title} ({made_of})",
-        "synthetic": False,
-        "atlas_files": atlas.describe(),
-        "repetition_time_s": seconds,
-        **({"censored_volumes": censored} if censored else {}),
-        "join": {
-            "expected": join.expected,
-            "left_out": [list(entry) for entry in join.left_out],
-            "without_scan": list(join.without_scan),
-            "without_row": list(join.without_row),
-        },
-    }
-    with progress_bar(f"{site}: connectomes", len(subjects)) as step:
-        store, _ = build_site_store(
-            folder,
-            site=site,
-            subjects=subjects,
-            preparation=preparation,
-            inputs=inputs,
-            description=description,
-            atlas=atlas.title,
-            rois=atlas.rois,
-            unread=unread,
-            on_subject=step,
-        )
-    if series_folder is not None:
-        names = (*description, "extraction", "absent_rois", "inputs", "versions", "fingerprint")
-        series_folder.finish(
-            atlas.rois,
-            {
-                "Name": f"{site}: ROI time series",
-                "atlas": atlas.title,
-                **{key: store.description[key] for key in names if key in store.description},
+    writing = atomic_folder(series_out, private=True) if series_out else nullcontext()
+    with writing as series_folder:
+        with progress_bar(f"{site}: time series", len(scans)) as step:
+            for checked in scans:  # one scan in memory at a time
+                found = read_nifti_subject(checked, site, atlas, preparation.extraction, shortest)
+                if isinstance(found, Exclusion):
+                    unread.append(found)
+                else:
+                    subjects.append(found)
+                    if len(found.series) < checked.n_volumes:
+                        censored[found.participant_id] = checked.n_volumes - len(found.series)
+                    if series_folder is not None:
+                        write_roi_file(
+                            series_folder, found.participant_id, found.series, atlas.rois
+                        )
+                step()
+        made_of = ", ".join(str(source[key]) for key in ("name", "space") if key in source)
+        description = {
+            "source": source,
+            "preprocessing": f"{preparation.extraction.title} ({made_of})",
+            "synthetic": False,
+            "atlas_files": atlas.describe(),
+            "repetition_time_s": seconds,
+            **({"censored_volumes": censored} if censored else {}),
+            "join": {
+                "expected": join.expected,
+                "left_out": [list(entry) for entry in join.left_out],
+                "without_scan": list(join.without_scan),
+                "without_row": list(join.without_row),
             },
-        )
+        }
+        with progress_bar(f"{site}: connectomes", len(subjects)) as step:
+            store, _ = build_site_store(
+                folder,
+                site=site,
+                subjects=subjects,
+                preparation=preparation,
+                inputs=inputs,
+                description=description,
+                atlas=atlas.title,
+                rois=atlas.rois,
+                unread=unread,
+                on_subject=step,
+            )
+        if series_folder is not None:
+            names = (*description, "extraction", "absent_rois", "inputs", "versions", "fingerprint")
+            describe_series(
+                series_folder,
+                atlas.rois,
+                {
+                    "Name": f"{site}: ROI time series",
+                    "atlas": atlas.title,
+                    **{key: store.description[key] for key in names if key in store.description},
+                },
+            )
     report.add(store, expected=join.expected, join=join)
     return store
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.site_store import some_of
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError, some_of
 
 __all__ = ["UNLISTED_RULES", "Atlas", "load_nifti", "read_atlas", "read_label_table"]
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atlas import Atlas
+from data_prep.errors import SourceError, some_of
+from data_prep.files import file_checksum
 from data_prep.quality import Exclusion
-from data_prep.site_store import DIAGNOSES, file_checksum, some_of
-from data_prep.sources import SourceError, Subject, refuse_unmatched
+from data_prep.site_store import DIAGNOSES
+from data_prep.sources import Subject, refuse_unmatched
 from data_prep.timeseries import (
     ExtractionSettings,
     TooFewTimepointsError,

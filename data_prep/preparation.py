@@ -18,6 +18,7 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
+from data_prep.files import recover_folder
 from data_prep.harvard_oxford import ATLAS, ROIS
 from data_prep.quality import Exclusion, QualityRule, apply_rule, silent_rois
 from data_prep.site_store import (
@@ -26,7 +27,6 @@ from data_prep.site_store import (
     SiteStore,
     StoreError,
     assign_folds,
-    clean_leftovers,
     read_site_store,
     write_site_store,
 )
@@ -148,7 +148,7 @@ def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
     -------
     SiteStore or None
     """
-    clean_leftovers(folder)
+    recover_folder(folder)
     try:
         store = read_site_store(folder, verify=True)
     except StoreError:

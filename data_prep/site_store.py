@@ -13,11 +13,9 @@ This module is imported at every start of a client process, so it needs NumPy an
 library only.
 """
 
-import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.compatibility import CONNECTOME_SETTINGS, check_compatible, signature_differences
+from data_prep.errors import StoreError
+from data_prep.folds import assign_folds
 from data_prep.store_folder import (
     DESCRIPTION,
     MISSING,
-    StoreError,
     cell,
-    clean_leftovers,
-    file_checksum,
     new_store,
     read_table,
-    some_of,
     verify_checksums,
     write_table,
 )
@@ -47,14 +44,11 @@ __all__ = [
     "StoreError",
     "assign_folds",
     "check_compatible",
-    "clean_leftovers",
     "default_data_root",
-    "file_checksum",
     "find_site_stores",
     "read_description",
     "read_site_store",
     "signature_differences",
-    "some_of",
     "write_site_store",
 ]
 
@@ -80,17 +74,6 @@ PARTICIPANT_COLUMNS = (
 SAMPLE_COLUMNS = ("participant_id", "window_start")
 ROI_COLUMNS = ("roi_id", "name")
 DIAGNOSES = {"control": 0, "autism": 1}
-
-# What the description must say about the connectomes, and what each is called in a message.
-CONNECTOME_SETTINGS = {
-    "kind": "kind of connectome",
-    "estimator": "covariance estimator",
-    "transform": "transform",
-    "window": "window",
-    "stride": "stride",
-    "negative": "rule for negative values",
-    "edge_order": "edge order",
-}
 
 
 @dataclass(frozen=True)
@@ -531,8 +514,7 @@ def write_site_store(
         For each participant, the first time point of each of its windows.
     connectomes : np.ndarray, shape (n_samples, n_edges), or callable
         All rows, or a function ``fill(index, block)`` that writes the rows of participant `index`
-        into ``block``, float32 (n_windows, n_edges), a part of the file on disk. The callable
-        keeps memory small: no second copy of the array is ever held.
+        into ``block``, float32 (n_windows, n_edges): the rows of one participant are in memory.
     description : mapping
         Goes into ``dataset_description.json``. Must hold ``atlas``, ``synthetic`` and
         ``connectome`` (a mapping with ``kind``, ``estimator``, ``window``, ``stride``,
@@ -546,8 +528,9 @@ def write_site_store(
     Raises
     ------
     StoreError
-        If the parts do not fit together, a value is not finite, another run is writing this store,
-        or the disk is full.
+        If the parts do not fit together, or a value is not finite.
+    FileError
+        If another run is writing this store, or it cannot be written (full disk, no permission).
     """
     folder = Path(path)
     participants, rois = list(participants), list(rois)
@@ -636,198 +619,21 @@ def _write_connectomes(
             f"site {site!r}: connectomes of shape {connectomes.shape}, expected "
             f"{(n_samples, n_edges)}"
         )
-    out = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(n_samples, n_edges))
-    _reserve(file)
-    begin = 0
-    for index, p in enumerate(participants):
-        block = out[begin : begin + p.n_windows]
-        if callable(connectomes):
-            connectomes(index, block)
-        else:
-            block[...] = connectomes[begin : begin + p.n_windows]
-        if not np.isfinite(block).all():
-            raise StoreError(
-                f"site {site!r}: {p.participant_id} has a connectome value that is not finite"
-            )
-        begin += p.n_windows
-    out.flush()
-
-
-def _reserve(file: Path) -> None:
-    """Give a file its room on the disk, or raise: a full disk under a mapped file kills us."""
-    if not hasattr(os, "posix_fallocate"):
-        if shutil.disk_usage(file.parent).free < file.stat().st_size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return
-    with file.open("r+b") as stream:
-        try:
-            os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not every file system can
-                raise
-
-
-# ------------------------------------------------------------------------ do sites fit together?
-
-
-def signature_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Say in what two signatures differ.
-
-    Parameters
-    ----------
-    a, b : mapping
-        As from `SiteStore.signature`, possibly after a trip through JSON.
-
-    Returns
-    -------
-    list of str
-        One sentence a difference, with both values; empty if the stores fit together.
-    """
-    names = {
-        "format_version": "store format",
-        "atlas": "atlas",
-        **CONNECTOME_SETTINGS,
-        "n_rois": "number of ROIs",
-        "n_edges": "number of edges",
-        "reference": "reference split",
-        "preprocessing": "preprocessing",
-        "synthetic": "synthetic",
-    }
-    differences = [
-        f"{name}: {_show(a.get(key))} and {_show(b.get(key))}"
-        for key, name in names.items()
-        if a.get(key) != b.get(key)
-    ]
-    return differences + _roi_differences(a.get("rois") or [], b.get("rois") or [])
-
-
-def _show(value: object) -> str:
-    return "none" if value is None else repr(value) if not isinstance(value, str) else value
-
-
-def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> list[str]:
-    if [list(roi) for roi in a] == [list(roi) for roi in b]:
-        return []
-    first, second = {r[0]: r[1] for r in a}, {r[0]: r[1] for r in b}
-    only_first = [i for i in first if i not in second]
-    only_second = [i for i in second if i not in first]
-    if only_first or only_second:
-        return [
-            f"ROI ids: {some_of(only_first)} only in one and {some_of(only_second)} in the other"
-        ]
-    renamed = [i for i in first if first[i] != second[i]]
-    if renamed:
-        i = renamed[0]
-        return [f"name of ROI {i}: {first[i]} and {second[i]} ({len(renamed)} such ROIs)"]
-    place = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x[0] != y[0])
-    return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
-
-
-def check_compatible(stores: Iterable[SiteStore]) -> None:
-    """Refuse stores that cannot train together.
-
-    Parameters
-    ----------
-    stores : iterable of SiteStore
-        One a site.
-
-    Raises
-    ------
-    StoreError
-        Naming the two sites and every difference between them.
-    """
-    stores = list(stores)
-    seen: dict[str, Path] = {}
-    for store in stores:
-        if store.site in seen:
-            raise StoreError(
-                f"{seen[store.site]} and {store.path} both hold site {store.site!r}; a site "
-                "takes part once"
-            )
-        seen[store.site] = store.path
-    for store in stores[1:]:
-        differences = signature_differences(stores[0].signature(), store.signature())
-        if differences:
-            raise StoreError(
-                f"sites {stores[0].site!r} and {store.site!r} cannot train together: "
-                f"{'; '.join(differences)}"
-            )
-
-
-# ----------------------------------------------------------------------------------------- folds
-
-
-def assign_folds(
-    participant_ids: Sequence[str],
-    diagnosis: Sequence[object] | np.ndarray,
-    n_folds: int,
-    seed: int,
-    *,
-    site: str | None = None,
-) -> np.ndarray:
-    """Divide subjects into folds, stratified by diagnosis.
-
-    The same folds as scikit-learn's ``StratifiedKFold(n_folds, shuffle=True, random_state=seed)``
-    on the subjects sorted by id, without the seconds that importing scikit-learn costs. A subject
-    is in exactly one fold, with all of its windows, whatever the order of the rows.
-
-    Parameters
-    ----------
-    participant_ids : sequence of str, length n
-        Subjects, each once.
-    diagnosis : sequence, length n
-        Class of each subject, in any coding.
-    n_folds : int
-        Number of folds, at least 2.
-    seed : int
-        Seed of the shuffle.
-    site : str, optional
-        Named in messages.
-
-    Returns
-    -------
-    np.ndarray, int64, shape (n,)
-        Fold of each subject, 0 to ``n_folds - 1``, in the order given.
-
-    Raises
-    ------
-    StoreError
-        If there is one class only, or fewer subjects of a class than folds.
-    """
-    ids = [str(i) for i in participant_ids]
-    where = f"site {site!r}" if site else "this site"
-    if n_folds < 2:
-        raise StoreError(f"n_folds is {n_folds}; at least 2 are needed")
-    if len(set(ids)) != len(ids) or len(ids) != len(diagnosis):
-        raise StoreError(f"{where}: folds need each subject once, with one diagnosis")
-    order = np.argsort(np.array(ids, dtype=str), kind="stable")
-    classes = [str(diagnosis[i]) for i in order]
-    names, encoded = np.unique(np.array(classes, dtype=str), return_inverse=True)
-    counts = np.bincount(encoded, minlength=len(names))
-    listed = ", ".join(f"{n} of {name}" for name, n in zip(names, counts, strict=True))
-    if len(names) < 2:
-        raise StoreError(
-            f"{where} has one diagnosis only ({listed or 'no subjects'}); training needs both"
-        )
-    if counts.min() < n_folds:
-        raise StoreError(
-            f"{where} has {len(ids)} subjects ({listed}), too few for {n_folds} folds: each "
-            "diagnosis needs at least one subject a fold"
-        )
-    # Classes are numbered by first appearance, and each fold gets every n-th of the sorted list.
-    _, first = np.unique(encoded, return_index=True)
-    rank = np.argsort(np.argsort(first))
-    encoded = rank[encoded]
-    in_order = np.sort(encoded)
-    share = np.stack(
-        [np.bincount(in_order[f::n_folds], minlength=len(names)) for f in range(n_folds)]
-    )
-    generator = np.random.RandomState(seed)
-    sorted_folds = np.empty(len(ids), dtype=np.int64)
-    for k in range(len(names)):
-        of_class = np.repeat(np.arange(n_folds), share[:, k])
-        generator.shuffle(of_class)
-        sorted_folds[encoded == k] = of_class
-    folds = np.empty(len(ids), dtype=np.int64)
-    folds[order] = sorted_folds
-    return folds
+    # Through the file, not mapped: a full disk under a mapped file would kill the process.
+    with file.open("wb") as stream:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (n_samples, n_edges)}
+        np.lib.format.write_array_header_1_0(stream, header)
+        begin = 0
+        for index, p in enumerate(participants):
+            end = begin + p.n_windows
+            if callable(connectomes):
+                block = np.zeros((p.n_windows, n_edges), dtype="<f4")
+                connectomes(index, block)
+            else:
+                block = np.ascontiguousarray(connectomes[begin:end], dtype="<f4")
+            if not np.isfinite(block).all():
+                raise StoreError(
+                    f"site {site!r}: {p.participant_id} has a connectome value that is not finite"
+                )
+            stream.write(block.data)
+            begin = end

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.errors import SourceError, some_of
 from data_prep.harvard_oxford import ROIS
-from data_prep.site_store import some_of
 
 __all__ = [
     "ABIDE_PREPROCESSING",
@@ -58,10 +58,6 @@ PHENOTYPIC_COLUMNS = (
 )
 DIAGNOSIS = {"1": "autism", "2": "control"}
 SEX = {"1": "M", "2": "F"}
-
-
-class SourceError(ValueError):
-    """The subjects' data cannot be used as they are; the message says why and where."""
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,23 @@
 Imported at every start of a client process: NumPy's and the standard library's cost only.
 """
 
-import errno
-import glob
-import hashlib
 import json
 import math
-import os
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-if sys.platform != "win32":
-    import fcntl
+from data_prep.errors import StoreError
+from data_prep.files import atomic_folder, file_checksum
 
 __all__ = [
     "DESCRIPTION",
     "MISSING",
-    "StoreError",
     "cell",
-    "clean_leftovers",
-    "file_checksum",
     "new_store",
     "read_table",
     "refuse_foreign_folder",
-    "some_of",
     "verify_checksums",
     "write_table",
 ]
@@ -38,21 +28,18 @@ DESCRIPTION = "dataset_description.json"
 MISSING = "n/a"
 
 
-class StoreError(ValueError):
-    """A site store, or what should become one, is not usable; the message says why."""
-
-
 def read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Read a tab-separated table whose first columns must be `columns`."""
     if not file.is_file():
         raise StoreError(f"site {site!r}: {file} is missing; make the store again")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Rows end at line ends only: a name may hold U+2028 and its like.
+        lines = file.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError:
         raise StoreError(
             f"site {site!r}: {file.name} is not UTF-8 text; make the store again"
         ) from None
-    header = lines[0].split("\t") if lines else []
+    header = lines[0].split("\t")
     if tuple(header[: len(columns)]) != tuple(columns):
         raise StoreError(
             f"site {site!r}: {file.name} starts with the columns {header}, expected "
@@ -84,25 +71,6 @@ def verify_checksums(
             )
 
 
-def file_checksum(file: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
-
-    Parameters
-    ----------
-    file : path
-        Read in pieces, so a large file costs no memory.
-
-    Returns
-    -------
-    str
-    """
-    with Path(file).open("rb") as stream:
-        digest = hashlib.sha256()
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 @contextmanager
 def new_store(
     folder: Path, site: str, files: Sequence[str], description: dict[str, Any]
@@ -131,77 +99,11 @@ def new_store(
         If the place holds something else, another run is writing there, or the disk is full.
     """
     refuse_foreign_folder(folder, files)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _no_space_sentence(site, folder), _temporary_folder(folder) as temporary:
+    with atomic_folder(folder, private=True) as temporary:
         yield temporary
         description["checksums"] = {name: file_checksum(temporary / name) for name in files}
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-        for name in (*files, DESCRIPTION):
-            _sync(temporary / name)
-        _sync(temporary)
-        _put_in_place(temporary, folder)
-
-
-@contextmanager
-def _no_space_sentence(site: str, folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise StoreError(
-            f"site {site!r}: no space is left for the store in {folder.parent} "
-            f"({os.strerror(error.errno)}); free some, or name another place with --out"
-        ) from None
-
-
-@contextmanager
-def _temporary_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder beside the store to write to, marked as in use while this process lives."""
-    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    with _locked(folder.parent, wait=True):  # no other run takes the new folder for a dead one
-        if clean_leftovers(folder):
-            raise StoreError(f"another run is writing {folder} now; wait until it has ended")
-        temporary.mkdir()
-        lock = _lock(temporary)
-    try:
-        yield temporary
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """Lock a folder; returns what to close, or None where file systems have no locks.
-
-    Raises BlockingIOError if another run holds the lock and `wait` is false.
-    """
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    lock = _lock(folder, wait=wait)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def refuse_foreign_folder(folder: Path, of_a_store: Iterable[str]) -> None:
@@ -234,73 +136,3 @@ def write_table(file: Path, header: Sequence[str], rows: Iterable[Sequence[str]]
     with file.open("w", encoding="utf-8", newline="\n") as stream:
         stream.write("\t".join(header) + "\n")
         stream.writelines("\t".join(row) + "\n" for row in rows)
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or folder to the disk now."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot sync a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename the finished folder; an old store steps aside first and is then removed."""
-    aside = folder.parent / f".{folder.name}.replaced"
-    if folder.is_dir() and any(folder.iterdir()):
-        folder.rename(aside)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            aside.rename(folder)
-            raise
-        shutil.rmtree(aside)
-    else:
-        with suppress(FileNotFoundError):
-            folder.rmdir()
-        temporary.rename(folder)
-    _sync(folder.parent)
-
-
-def clean_leftovers(folder: Path) -> bool:
-    """Remove what interrupted runs left beside a store, and put a stepped-aside store back.
-
-    Parameters
-    ----------
-    folder : Path
-        The store.
-
-    Returns
-    -------
-    bool
-        Whether another run is writing this store; then nothing is done.
-    """
-    name = glob.escape(folder.name)
-    leftovers = list(folder.parent.glob(f".{name}.partial-*"))
-    for leftover in leftovers:
-        try:
-            with _locked(leftover):
-                pass
-        except FileNotFoundError:
-            continue
-        except BlockingIOError:
-            return True
-    aside = folder.parent / f".{folder.name}.replaced"
-    if aside.is_dir():
-        if folder.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(folder)
-    for leftover in leftovers:
-        shutil.rmtree(leftover, ignore_errors=True)
-    return False
-
-
-def some_of(ids: Sequence[str], limit: int = 5) -> str:
-    """List the first few of many names, for a sentence."""
-    if not ids:
-        return "none"
-    return ", ".join(ids[:limit]) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.atlas import Atlas, _first_line, load_nifti
-from data_prep.site_store import some_of
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError, some_of
 
 __all__ = [
     "CONFOUND_PRESETS",

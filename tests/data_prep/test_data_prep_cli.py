@@ -344,22 +344,63 @@ def test_check_without_a_store_says_how_to_make_one(call, tmp_path):
     assert "python -m data_prep" in result.stderr
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(call, tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_one_sentence(call, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     options = ("--sites", "UM", "--subjects", 4, "--whole-scan")
     result = call("synthetic", "--out", tmp_path / "file", *options, code=1)
     assert f"error: {tmp_path / 'file'} is a file; choose another place" in result.stderr
 
-    def full(*_):
-        raise OSError(28, "No space left on device", "connectomes.npy")
 
-    monkeypatch.setattr("data_prep.site_store._write_connectomes", full)
-    result = call("synthetic", "--out", tmp_path / "new", *options, code=1)
-    assert result.stderr == (
-        f"error: site 'UM': no space is left for the store in {tmp_path / 'new'} (No space left on "
-        "device); free some, or name another place with --out\n"
+LITTLE_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from data_prep.__main__ import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on files")
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_store(call, tmp_path):
+    out = tmp_path / "data"
+    options = ("synthetic", "--out", out, "--sites", "UM", "--whole-scan")
+    call(*options, "--subjects", 4)
+    before = {file.name: file.read_bytes() for file in (out / "UM").iterdir()}
+    command = [sys.executable, "-c", LITTLE_DISK, *map(str, options), "--subjects", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: {out / 'UM'} is not written and stays as it was (File too large); free some "
+        "space, or name another place\n"
     )
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [child.name for child in out.iterdir()] == ["UM"]
+    assert {file.name: file.read_bytes() for file in (out / "UM").iterdir()} == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX modes and links")
+def test_a_store_that_is_a_link_stays_one_and_is_private(call, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "UM").symlink_to(tmp_path / "disk")  # empty at first
+    options = ("synthetic", "--out", tmp_path / "data", "--sites", "UM", "--whole-scan")
+    before = os.umask(0o002)
+    for n_subjects in (4, 5):
+        call(*options, "--subjects", n_subjects)
+        assert (tmp_path / "data" / "UM").is_symlink()
+        assert len(read_site_store(tmp_path / "disk", verify=True).participants) == n_subjects
+    os.umask(before)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["data", "disk"]
+    assert [child.name for child in (tmp_path / "data").iterdir()] == ["UM"]
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "disk").iterdir()} == {0o600}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs links")
+def test_a_link_to_a_disk_that_is_not_there_is_one_sentence(call, tmp_path):
+    (tmp_path / "data").symlink_to(tmp_path / "not mounted" / "stores")
+    options = ("synthetic", "--out", tmp_path / "data", "--sites", "UM", "--subjects", 4)
+    result = call(*options, code=1)
+    assert f"error: {tmp_path / 'data'} is a symbolic link to " in result.stderr
+    assert [child.name for child in tmp_path.iterdir()] == ["data"]
 
 
 def test_the_default_place_is_the_data_root(call, tmp_path, monkeypatch):

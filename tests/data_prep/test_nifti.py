@@ -11,8 +11,13 @@ from data_prep.nifti import (
     read_participant_table,
     sidecars,
 )
-from data_prep.roi_files import RoiFolder, write_roi_file
-from data_prep.sources import SourceError, Subject, read_roi_file
+from data_prep.roi_files import (
+    describe_series,
+    holds_series,
+    refuse_foreign_series,
+    write_roi_file,
+)
+from data_prep.sources import SourceError, read_roi_file
 from data_prep.timeseries import open_scan
 
 ANY = {"ses": None, "task": None, "run": None}
@@ -255,33 +260,25 @@ ROIS = (("12", "left"), ("7", "right"))
 def test_written_series_are_read_back_to_the_last_bit(tmp_path, rng):
     series = rng.standard_normal((9, 2)) * 1e-3
     series[3] = 0
+    write_roi_file(tmp_path, "sub-01", series, ROIS)
     file = tmp_path / "sub-01_rois.1D"
-    write_roi_file(file, series, ROIS)
     assert file.read_text().startswith("#12\t#7\n")
     assert (read_roi_file(file, ROIS) == series).all()
-    assert [f.name for f in tmp_path.iterdir()] == ["sub-01_rois.1D"]
 
 
 def test_a_folder_of_series_is_complete_only_with_its_description(tmp_path, rng):
-    folder = RoiFolder(tmp_path / "series")
-    series = rng.standard_normal((9, 2))
-    for who in ("sub-01", "sub-02"):
-        folder.begin()
-        folder.add(Subject(who, "autism", None, "n/a", "HOSP", series), ROIS)
-        assert not folder.is_complete("f")
-        folder.finish(ROIS, {"fingerprint": "f"})
-        assert folder.is_complete("f")
-        assert not folder.is_complete("g")
-    names = sorted(p.name for p in folder.path.iterdir())
-    assert names == ["dataset_description.json", "rois.tsv", "sub-02_rois.1D"]
-    (folder.path / "sub-02_rois.1D").write_text("edited")
-    assert not folder.is_complete("f")
+    write_roi_file(tmp_path, "sub-02", rng.standard_normal((9, 2)), ROIS)
+    assert not holds_series(tmp_path, "f")
+    describe_series(tmp_path, ROIS, {"fingerprint": "f"})
+    assert holds_series(tmp_path, "f")
+    assert not holds_series(tmp_path, "g")
+    (tmp_path / "sub-02_rois.1D").write_text("edited")
+    assert not holds_series(tmp_path, "f")
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path):
+def test_a_folder_with_something_else_is_not_replaced(tmp_path):
     touch(tmp_path, "sub-01/anat.nii", "dataset_description.json")
     with pytest.raises(SourceError, match=r"holds something else \(sub-01\); name another folder"):
-        RoiFolder(tmp_path).begin()
-    assert (tmp_path / "dataset_description.json").exists()
+        refuse_foreign_series(tmp_path)
     with pytest.raises(SourceError, match="is a file; name a folder"):
-        RoiFolder(tmp_path / "dataset_description.json").begin()
+        refuse_foreign_series(tmp_path / "dataset_description.json")

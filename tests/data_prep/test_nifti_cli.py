@@ -134,6 +134,17 @@ def test_time_series_are_written_for_others_to_use(prepare, hospital, tmp_path):
     assert (out / "sub-04_rois.1D").exists()
 
 
+def test_a_scan_that_fails_leaves_the_older_time_series(prepare, hospital, write_scan, tmp_path):
+    out = tmp_path / "series"
+    prepare("--timeseries-out", out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    data = hospital.data()
+    data[0, 0, 0, 7] = np.nan
+    write_scan(hospital.scan("04"), data)
+    prepare("--timeseries-out", out, code=1)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
 def test_a_changed_setting_makes_the_store_again(prepare):
     _, folder = prepare("--whole-scan")
     first = read_site_store(folder).description

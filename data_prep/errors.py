@@ -1,0 +1,21 @@
+"""What is wrong with a hospital's data, in one sentence that says where and what to do."""
+
+from collections.abc import Sequence
+
+__all__ = ["SourceError", "StoreError", "some_of"]
+
+
+class SourceError(ValueError):
+    """The subjects' data cannot be used as they are."""
+
+
+class StoreError(ValueError):
+    """A site store, or what should become one, is not usable."""
+
+
+def some_of(names: Sequence[str], limit: int = 5) -> str:
+    """List the first few of many names, for a sentence."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
