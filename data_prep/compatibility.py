@@ -1,15 +1,10 @@
 """Whether sites can train together: what they must have in common, and in what they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from data_prep.errors import StoreError, some_of
-
-if TYPE_CHECKING:
-    from data_prep.site_store import SiteStore
 
 __all__ = ["CONNECTOME_SETTINGS", "check_compatible", "signature_differences"]
 
@@ -23,6 +18,21 @@ CONNECTOME_SETTINGS = {
     "negative": "rule for negative values",
     "edge_order": "edge order",
 }
+
+
+class Store(Protocol):
+    """What is asked of a site's store."""
+
+    @property
+    def site(self) -> str:
+        """Name of the site."""
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between sites that train together."""
 
 
 def signature_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -78,7 +88,7 @@ def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> 
     return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
 
 
-def check_compatible(stores: Iterable[SiteStore]) -> None:
+def check_compatible(stores: Iterable[Store]) -> None:
     """Refuse stores that cannot train together.
 
     Parameters
