@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-OWN_NETWORKS = {"ConnectomeMLP": "fedbn.tasks.connectome.network.ConnectomeMLP"}
+OWN_NETWORKS = {
+    "ConnectomeMLP": "fedbn.tasks.connectome.network.ConnectomeMLP",
+    "DigitModel": "fedbn.core.paper_networks.DigitModel",
+    "AlexNetBN": "fedbn.core.paper_networks.AlexNetBN",
+    "SmallDigitCNN": "fedbn.core.paper_networks.SmallDigitCNN",
+}
 """Short names of this package's networks, to their classes."""
 
 

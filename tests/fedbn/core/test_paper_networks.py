@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedbn.core.networks import OWN_NETWORKS, build_network
+from fedbn.core.normalization import split
 from fedbn.core.paper_networks import AlexNetBN, DigitModel, SmallDigitCNN
 
 
@@ -43,3 +45,17 @@ def test_batch_norm_comes_after_each_layer_but_the_last_and_before_the_relu(netw
         assert isinstance(layers[k + 1], nn.BatchNorm2d | nn.BatchNorm1d)
         assert isinstance(layers[k + 2], nn.ReLU)
     assert layers[weighted[-1]] is layers[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "n_local"),
+    [
+        ("DigitModel", {}, 5),
+        ("AlexNetBN", {"n_classes": 3}, 7),
+        ("SmallDigitCNN", {"channels": [4, 8]}, 2),
+    ],
+)
+def test_a_job_asks_for_them_by_name(name, args, n_local):
+    network = build_network(name, args, seed=0)
+    assert type(network).__name__ == name in OWN_NETWORKS
+    assert len(split(network).layers) == n_local
