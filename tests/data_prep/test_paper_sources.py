@@ -1,0 +1,218 @@
+"""Readers of the paper's image sets, on made-up folders of the same form."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep import paper_sources as sources
+from data_prep.paper_splits import Rule, split_pool, take_sides
+from data_prep.sources import SourceError
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """All five domains, of the sizes and forms in which they are passed round."""
+    rng = np.random.default_rng(0)
+
+    def pixels(*shape):
+        return rng.integers(256, size=shape, dtype=np.uint8)
+
+    def save(name, **arrays):
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+
+    y = np.arange(60, dtype=np.uint8) % 10
+    for name, size in (("mnist", 28), ("usps", 16)):
+        train, test = pixels(20, size, size), pixels(10, size, size)
+        save(name, x_train=train, y_train=y[:20], x_test=test, y_test=y[:10])
+    extra = {"x_extra": pixels(10, 32, 32, 3), "y_extra": y[:10]}
+    save("svhn", x=pixels(60, 32, 32, 3), y=y, house=np.arange(60) // 2 + 1, **extra)
+    for name in ("mnist_m", "synth_standin"):
+        save(name, x=pixels(20, 32, 32, 3), y=y[:20])
+    return tmp_path
+
+
+def test_digits_by_domain(digits):
+    domains = {domain.site: domain for domain in sources.read_digits(digits)}
+    assert list(domains) == ["MNIST", "SVHN", "USPS", "SynthStandIn", "MNIST-M"]
+    assert [len(d.labels) for d in domains.values()] == [30, 70, 30, 20, 20]
+    assert domains["MNIST"].labels.tolist() == [*range(10), *range(10), *range(10)]
+    with np.load(digits / "mnist.npz") as there:
+        expected = np.repeat(there["x_test"][3][..., None], 3, axis=2)
+    (image,) = domains["MNIST"].images(np.array([23]), 28)  # the training images come first
+    np.testing.assert_array_equal(image, expected)
+    for domain in domains.values():
+        (image,) = domain.images(np.array([5]), 28)
+        assert (image.shape, image.dtype) == ((28, 28, 3), np.uint8)
+
+
+def test_digits_of_one_house_number_stay_on_one_side(digits):
+    svhn = sources.read_digits(digits)[1]
+    assert svhn.groups[:60].tolist() == [k // 2 + 1 for k in range(60)]
+    assert len(set(svhn.groups[60:].tolist())) == 10
+    assert set(svhn.groups[60:].tolist()).isdisjoint(svhn.groups[:60].tolist())
+    parts = {"SVHN": split_pool(svhn.labels, test_share=0.2, seed=0, groups=svhn.groups)}
+    sides = take_sides(parts, Rule(0.5, 0.3), {"SVHN": svhn.groups})["SVHN"]
+    houses = [set(svhn.groups[side].tolist()) for side in sides]
+    assert houses[0].isdisjoint(houses[1] | houses[2])
+    assert houses[1].isdisjoint(houses[2])
+
+
+def test_the_real_synthdigits_is_taken_where_it_is_there(digits):
+    (digits / "synth_standin.npz").rename(digits / "synth_digits.npz")
+    assert [d.site for d in sources.read_digits(digits)][3] == "SynthDigits"
+
+
+def damaged(file, **changes):
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    for name, change in changes.items():
+        if change is None:
+            del arrays[name]
+        else:
+            arrays[name] = change(arrays[name])
+    np.savez(file, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"y_train": None}, "has images x_train but no classes y_train"),
+        ({"x_test": lambda x: x / 255}, r"x_test is float64 \(10, 28, 28\); images are uint8"),
+        ({"x_test": lambda x: x[..., None]}, r"x_test is uint8 \(10, 28, 28, 1\)"),
+        ({"y_test": lambda y: y[:-1]}, "y_test holds no digit 0 to 9 for each of 10 images"),
+        ({"y_test": lambda y: y + 1}, "y_test holds no digit 0 to 9"),
+        ({"x_train": None, "x_test": None}, "has no images x"),
+    ],
+)
+def test_arrays_that_do_not_belong_together(digits, changes, says):
+    damaged(digits / "mnist.npz", **changes)
+    with pytest.raises(SourceError, match=says):
+        sources.read_digits(digits)
+
+
+def test_a_missing_domain_is_named(digits):
+    (digits / "usps.npz").unlink()
+    with pytest.raises(SourceError, match=r"has no usps\.npz; write one \.npz a domain"):
+        sources.read_digits(digits)
+
+
+def write_picture(place, value, mode="RGB", size=(20, 12)):
+    place.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value).save(place)
+
+
+@pytest.fixture
+def office(tmp_path):
+    """Two domains in folders, two in zip files, as collections pass them round."""
+    names = [n.replace("_", "").removesuffix("computer") for n in sources.OFFICE_CLASSES]
+    for domain in ("amazon", "caltech10", "dslr", "webcam"):
+        for k, name in enumerate(names if domain != "webcam" else sources.OFFICE_CLASSES):
+            for n in range(2):
+                write_picture(tmp_path / domain / name / f"frame_{n}.png", (10 * k, n, 0))
+        (tmp_path / domain / "projector" / "notes.txt").write_text("no picture")
+    write_picture(tmp_path / "dslr" / "bookcase" / "frame_0.png", (1, 2, 3))  # of Office-31
+    for domain in ("caltech10", "dslr"):
+        with zipfile.ZipFile(tmp_path / f"images_{domain}.zip", "w") as archive:
+            for file in sorted((tmp_path / domain).rglob("*.*")):
+                archive.write(file, file.relative_to(tmp_path))
+                file.unlink()
+            for folder in sorted((tmp_path / domain).iterdir()):
+                folder.rmdir()
+            (tmp_path / domain).rmdir()
+    return tmp_path
+
+
+def test_office_by_domain(office):
+    domains = sources.read_office(office)
+    assert [d.site for d in domains] == ["amazon", "caltech", "dslr", "webcam"]
+    for domain in domains:
+        assert domain.labels.tolist() == [k for k in range(10) for _ in range(2)]
+        for row, image in enumerate(domain.images(np.arange(20), 16)):
+            assert image.shape == (16, 16, 3)
+            assert image[0, 0].tolist() == [10 * (row // 2), row % 2, 0]
+
+
+def test_a_missing_class_or_domain_of_office_is_named(office):
+    for file in (office / "amazon" / "mug").iterdir():
+        file.unlink()
+    (office / "amazon" / "mug").rmdir()
+    with pytest.raises(SourceError, match="amazon has no folder for mug"):
+        sources.read_office(office)
+    (office / "images_dslr.zip").unlink()
+    write_picture(office / "amazon" / "mug" / "a.png", (0, 0, 0))
+    with pytest.raises(SourceError, match="no folder and no zip file of the domain 'dslr'"):
+        sources.read_office(office)
+
+
+def test_a_grey_picture_gets_three_channels_and_a_damaged_one_is_named(office):
+    write_picture(office / "amazon" / "mug" / "frame_0.png", 7, mode="L")
+    (office / "amazon" / "mug" / "frame_1.png").write_bytes(b"\x89PNG no more")
+    amazon = sources.read_office(office)[0]
+    rows = np.flatnonzero(amazon.labels == sources.OFFICE_CLASSES.index("mug"))
+    assert next(amazon.images(rows[:1], 8))[0, 0].tolist() == [7, 7, 7]
+    with pytest.raises(SourceError, match=r"frame_1\.png cannot be read as a picture"):
+        list(amazon.images(rows, 8))
+
+
+@pytest.fixture
+def domainnet(tmp_path):
+    """Four training and one test picture a class, in lists that are sorted by class."""
+    for domain in sources.DOMAINNET_DOMAINS:
+        lists = {"train": [], "test": []}
+        for k, name in enumerate(("aircraft_carrier", *sources.DOMAINNET_CLASSES, "zigzag")):
+            for n in range(5):
+                path = f"{domain}/{name}/{domain}_{k:03} {n}.jpg"  # a blank in a name
+                write_picture(tmp_path / path, (k, n, 0))
+                lists["train" if n < 4 else "test"].append(f"{path} {k}")
+        for part, lines in lists.items():
+            (tmp_path / f"{domain}_{part}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_domainnet_has_ten_classes_and_the_given_split(domainnet):
+    domains = sources.read_domainnet(domainnet)
+    assert [d.site for d in domains] == [
+        "clipart", "infograph", "painting", "quickdraw", "real", "sketch"
+    ]  # fmt: skip
+    for domain in domains:
+        assert domain.n_train == 40
+        assert domain.labels.tolist() == [k for k in range(10) for _ in range(4)] + list(range(10))
+        assert next(domain.images(np.array([41]), 4)).shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda f: (f / "real_test.txt").unlink(), r"real_test\.txt is missing"),
+        (
+            lambda f: (f / "real_train.txt").write_text("real/bird/a.jpg\n"),
+            r"real_train\.txt, line 1: 'real/bird/a\.jpg' is not <domain>/<class>/<file> <number>",
+        ),
+        (
+            lambda f: (f / "real_train.txt").write_text("real/bird/../../a.jpg 3\n"),
+            "line 1",
+        ),
+        (
+            lambda f: (f / "real_train.txt").write_text((f / "real_test.txt").read_text()),
+            "is in the training and in the test list",
+        ),
+        (
+            lambda f: next((f / "real" / "tiger").iterdir()).unlink(),
+            r"lacks real/tiger/.*\(1 such pictures\)",
+        ),
+        (
+            lambda f: (f / "real_train.txt").write_text(
+                (f / "real_train.txt").read_text().replace("/whale/", "/wale/")
+            ),
+            r"real_train\.txt names no picture of 'whale'",
+        ),
+    ],
+)
+def test_lists_that_are_not_domainnets(domainnet, edit, says):
+    edit(domainnet)
+    with pytest.raises(SourceError, match=says):
+        sources.read_domainnet(domainnet)
