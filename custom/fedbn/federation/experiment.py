@@ -7,7 +7,6 @@ seed or a learning rate.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import (
 from fedbn.core.normalization import Policy
 from fedbn.core.training import TrainingSettings
 from fedbn.federation.installation import check_version, is_specifier
+from fedbn.federation.settings_file import fault, read_json
 
 EXPERIMENT_FILE = "experiment.json"
 
@@ -272,7 +272,7 @@ class Experiment(_Settings):
 
     def changed(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, validated like the original."""
-        return _validated({**self.model_dump(), **changes}, "the experiment")
+        return validated({**self.model_dump(), **changes}, "the experiment")
 
 
 def parse_network(text: str) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def read_experiment(path: Path) -> Experiment:
     if path.is_dir():
         path = path / "app" / "config" / EXPERIMENT_FILE
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except FileNotFoundError as error:
         raise ExperimentError(
             f"no experiment file {path}; give a job folder or its {EXPERIMENT_FILE}"
@@ -345,23 +345,18 @@ def read_experiment(path: Path) -> Experiment:
     required = content.get("fedbn_version") if isinstance(content, dict) else None
     if isinstance(required, str) and is_specifier(required):
         check_version(required)  # before the fields: another version has others
-    return _validated(content, str(path))
+    return validated(content, str(path))
 
 
-def _validated(content: Any, where: str) -> Experiment:
+def validated(content: Any, where: str) -> Experiment:
+    """Validate the content of an experiment file, or what a run has kept of it.
+
+    Raises
+    ------
+    ExperimentError
+        `where`, and the first field that is wrong and why.
+    """
     try:
         return Experiment.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            reason = "there is no such field"
-            close = difflib.get_close_matches(field, Experiment.model_fields, 1)
-            if close and len(first["loc"]) == 1:
-                reason += f"; did you mean {close[0]!r}?"
-        elif first["type"] == "model_type":
-            reason = f"it must be an object {{…}}, got {first['input']!r}"
-        raise ExperimentError(
-            f"{where}: {field}: {reason}" if field else f"{where}: {reason}"
-        ) from error
+        raise ExperimentError(f"{where}: {fault(error, content, Experiment)}") from error

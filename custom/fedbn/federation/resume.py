@@ -21,6 +21,7 @@ from fedbn.federation.experiment import (
     ContinuesSettings,
     Experiment,
     read_experiment,
+    validated,
 )
 from fedbn.federation.run_folder import SAVED_FILE, only_file
 from fedbn.federation.site import Preparation
@@ -121,7 +122,7 @@ def check_same(facts: Mapping[str, Any], experiment: Experiment, name: str) -> N
             f"{name} does not say which experiment and round it is of: it can start a new run as "
             "initial_weights, but not continue one"
         )
-    before = Experiment.model_validate(facts["experiment"]).model_dump(mode="json")
+    before = validated(facts["experiment"], name).model_dump(mode="json")
     for key, value in experiment.model_dump(mode="json").items():
         if key not in _MAY_CHANGE and before[key] != value:
             raise ResumeError(

@@ -6,13 +6,13 @@ Every field is optional, and without the file a site does what the job says.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedbn.federation.experiment import SiteName
+from fedbn.federation.settings_file import RepeatedFieldError, fault, parse_yaml
 
 SITE_SETTINGS_FILE = "fedbn_site.yml"
 """Name of the file, in the folder ``local`` of a site's FLARE kit."""
@@ -127,8 +127,9 @@ def read_site_settings(path: Path) -> SiteSettings:
             f"{where}: it cannot be read ({reason}); make it readable for the user who starts FLARE"
         ) from error
     try:
-        _refuse_repeated_fields(yaml.compose(text, Loader=yaml.SafeLoader), where)
-        content = yaml.safe_load(text)
+        content = parse_yaml(text)
+    except RepeatedFieldError as error:
+        raise SiteSettingsError(f"{where}: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" (line {mark.line + 1})"
@@ -149,33 +150,8 @@ def _validated(content: Any, where: str) -> SiteSettings:
     try:
         return SiteSettings.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else "?"
-        if first["type"] in ("extra_forbidden", "invalid_key"):
-            known = ", ".join(SiteSettings.model_fields)
-            close = difflib.get_close_matches(field, SiteSettings.model_fields, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the fields are {known}"
-            raise SiteSettingsError(f"{where}: {field}: there is no such field; {hint}") from error
-        reason = "it cannot be used"
-        if first["type"] == "value_error":
-            reason = first["msg"].removeprefix("Value error, ")
-        hint = _WHAT_TO_DO[field]
-        if field == "device" and isinstance(first["input"], str):
-            close = difflib.get_close_matches(first["input"].lower(), ("auto", "cpu", "cuda"), 1)
-            hint += f"; did you mean {close[0]!r}?" if close else ""
-        raise SiteSettingsError(f"{where}: {field}: {reason}; {hint}") from error
-
-
-def _refuse_repeated_fields(node: Any, where: str) -> None:
-    """Refuse what YAML reads as the last of two lines, so that nobody trusts the first."""
-    seen: set[str] = set()
-    for key, _ in getattr(node, "value", ()) if getattr(node, "id", "") == "mapping" else ():
-        if str(key.value) in seen:
-            raise SiteSettingsError(
-                f"{where}: {key.value}: it stands there twice (again in line "
-                f"{key.start_mark.line + 1}); keep one"
-            )
-        seen.add(str(key.value))
+        sentence = fault(error, content, SiteSettings, _WHAT_TO_DO)
+        raise SiteSettingsError(f"{where}: {sentence}") from error
 
 
 def _expanded(folder: str) -> Path:

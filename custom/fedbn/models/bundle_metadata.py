@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn.core.networks import OWN_NETWORKS
 from fedbn.federation.results import versions, weights_digest
+from fedbn.federation.settings_file import fault
 from fedbn.models.site_model import KeptModel, SiteFacts
 from fedbn.models.site_network import NOTICE, first_batch_norm
 from fedbn.tasks import evaluation
@@ -170,9 +171,7 @@ def check_facts(facts: dict[str, Any]) -> None:
     try:
         found = _Facts.model_validate(facts)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, ("fedbn", *first["loc"])))
-        raise ValueError(f"metadata.json, {field}: {first['msg'].lower()}") from None
+        raise ValueError(f"metadata.json, fedbn.{fault(error, facts, _Facts)}") from None
     n_rois = len(found.connectome.rois)
     if found.connectome.n_edges != n_rois * (n_rois - 1) // 2:
         raise ValueError(

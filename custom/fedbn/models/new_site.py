@@ -34,7 +34,7 @@ from fedbn.core.normalization import (
     load_entries,
     recompute_statistics,
 )
-from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
+from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment, validated
 from fedbn.federation.results import FORMAT as RESULTS_FORMAT
 from fedbn.federation.results import versions, weights_digest
 from fedbn.federation.run_folder import RESULTS_FILE, SAVED_FILE, only_file
@@ -249,7 +249,7 @@ def read_run(folder: Path) -> FinishedRun:
     )
     saved, meta = load_checkpoint(path, SHARED_WEIGHTS)
     if isinstance(meta.get("experiment"), dict):
-        experiment = Experiment.model_validate(meta["experiment"])
+        experiment = validated(meta["experiment"], path.name)
     else:
         experiment = read_experiment(path.parent / "config" / EXPERIMENT_FILE)
     after = meta.get("round")

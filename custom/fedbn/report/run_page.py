@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from data_prep.site_store import SiteStore
-from fedbn.federation.experiment import Experiment
+from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import ALONE, FEDERATED, FINETUNED, weights_digest
 from fedbn.federation.simulation import federate, read_stores
 from fedbn.federation.site import Site
@@ -56,7 +56,7 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     results = read_results(results_file(folder))
     if not results["sites"]:
         raise ValueError(early_end(results) or f"no site was scored in {folder}")
-    experiment = Experiment.model_validate(results["experiment"])
+    experiment = validated(results["experiment"], f"the results in {folder}")
     stores = None if data_root is None else read_stores(data_root, experiment)
     page = Page(
         f"Run of {experiment.name} at {', '.join(results['sites'])}",

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from data_prep.site_store import SiteStore
 from fedbn.core.training import derive_seed
 from fedbn.federation.experiment import Experiment
+from fedbn.federation.settings_file import fault, read_json
 from fedbn.federation.site import prepare
 from fedbn.study.method import Method, Outcome
 from fedbn.tasks import evaluation
@@ -164,18 +165,13 @@ def read_protocol(path: Path) -> Protocol:
         If it is not there, not JSON, or has a field that is wrong.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise CandidatesError(f"cannot read the candidates in {path}: {error}") from error
     try:
         return Protocol.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise CandidatesError(f"{path}: {field}: {reason}" if field else f"{path}: {reason}") from (
-            error
-        )
+        raise CandidatesError(f"{path}: {fault(error, content, Protocol)}") from error
 
 
 def check_protocol(protocol: Protocol, experiment: Experiment, lookup: Lookup) -> None:

@@ -96,6 +96,7 @@ def test_what_the_file_states_wins_even_where_it_is_the_default(tmp_path):
         ("site: NO", "site: it cannot be used; give the site's name in letters, digits, '_' and"),
         ("site: a/b", "site: it cannot be used"),
         ("device: cpu\ndevice: cuda", "device: it stands there twice (again in line 2); keep one"),
+        ("data: &here [*here]", "data: it cannot be used"),
         ("device: [cpu", "it is not valid YAML (line 1); write one 'field: value' a line"),
         ("site: NYU\n\tdevice: cpu", "it is not valid YAML (line 2)"),
         ("data: !!python/object/apply:os.system ['true']", "it is not valid YAML (line 1)"),

@@ -301,8 +301,8 @@ GOOD = {"candidates": [{"name": "a", "members": [{"method": "fedbn"}]}]}
     ("content", "sentence"),
     [
         ("{", "cannot read the candidates in .*list.json: "),
-        ({}, "list.json: candidates: Field required"),
-        ({**GOOD, "criterion": "luck"}, "list.json: criterion: Input should be 'accuracy'"),
+        ({}, "list.json: candidates: it is missing"),
+        ({**GOOD, "criterion": "luck"}, "list.json: criterion: it must be 'accuracy'"),
         ({**GOOD, "n_folds": 1}, "list.json: n_folds: "),
         ({"candidates": GOOD["candidates"] * 2}, "list.json: candidate 'a' is there twice"),
         (
