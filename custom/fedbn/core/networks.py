@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ OWN_NETWORKS = {
     "SmallDigitCNN": "fedbn.core.paper_networks.SmallDigitCNN",
 }
 """Short names of this package's networks, to their classes."""
+
+
+_DOWNLOADS = re.compile(r"pretrain|download|repo_id|(^|_)url(_|$)")
+_FILES = re.compile(r"^(weights|checkpoint|ckpt)(_path|_file)?$")
+"""Arguments that bring weights from elsewhere where they are set; the second kind by a name."""
 
 
 class NoHeadError(ValueError):
@@ -43,6 +49,31 @@ def head_entries(network: nn.Module) -> tuple[str, ...]:
         )
     prefix = f"{linear[-1]}." if linear[-1] else ""
     return tuple(name for name in network.state_dict() if name.startswith(prefix))
+
+
+def check_allowed(name: str, allowed: Collection[str]) -> None:
+    """Refuse a network that is neither MONAI's nor this package's, nor in a list.
+
+    Parameters
+    ----------
+    name : str
+        As a job names it.
+    allowed : collection of str
+        Dotted paths of classes that may be built besides.
+
+    Raises
+    ------
+    ValueError
+        If it may not be built.
+    """
+    known = {*OWN_NETWORKS.values(), *(path.replace(":", ".") for path in allowed)}
+    if ("." in name or ":" in name) and name.replace(":", ".") not in known:
+        raise ValueError(
+            f"network {name!r} is a class that is not allowed here: a job names a network of "
+            f"monai.networks.nets or one of {', '.join(OWN_NETWORKS)}, and any other class must be "
+            "listed under allow_networks in this installation's own local/fedbn_site.yml (for "
+            "FLARE's simulator in the environment variable FEDBN_ALLOW_NETWORKS)"
+        )
 
 
 def build_network(
@@ -70,8 +101,8 @@ def build_network(
     Raises
     ------
     ValueError
-        If there is no such network (the sentence lists names that are close), or if it does not
-        take these arguments.
+        If there is no such network (the sentence lists names that are close), if it does not take
+        these arguments, or if they would bring weights from elsewhere.
     """
     factory = _find_factory(name)
     args = dict(args or {})
@@ -110,6 +141,7 @@ def _monai_networks() -> dict[str, Callable[..., Any]]:
         name: value
         for name, value in vars(nets).items()
         if not name.startswith("_")
+        and "pretrained" not in name
         and (
             (inspect.isclass(value) and issubclass(value, nn.Module))
             or (inspect.isfunction(value) and value.__module__.startswith(nets.__name__))
@@ -143,6 +175,15 @@ def _check_arguments(name: str, factory: Callable[..., Any], args: Mapping[str, 
     except TypeError as error:
         allowed = ", ".join(signature.parameters)
         raise ValueError(f"network {name!r}: {error}; its arguments are {allowed}") from error
+    defaults = {key: one.default for key, one in signature.parameters.items()}
+    for key, value in {**defaults, **args}.items():
+        given = value not in (None, False, "", inspect.Parameter.empty)
+        if given and (_DOWNLOADS.search(key) or (_FILES.search(key) and isinstance(value, str))):
+            raise ValueError(
+                f"network {name!r}: its argument {key} is {value!r}"
+                f"{'' if key in args else ' where it is not given'}, which brings weights from "
+                "elsewhere; switch it off (false or null): a job's weights begin from its seed"
+            )
 
 
 def _call_factory(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> nn.Module:

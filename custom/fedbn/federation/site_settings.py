@@ -6,8 +6,9 @@ Every field is optional, and without the file a site does what the job says.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -16,6 +17,9 @@ from fedbn.federation.settings_file import RepeatedFieldError, fault, parse_yaml
 
 SITE_SETTINGS_FILE = "fedbn_site.yml"
 """Name of the file, in the folder ``local`` of a site's FLARE kit."""
+
+NETWORKS_VARIABLE = "FEDBN_ALLOW_NETWORKS"
+"""Environment variable with further network classes, with commas, for FLARE's simulator."""
 
 T = TypeVar("T")
 
@@ -26,6 +30,7 @@ _WHAT_TO_DO = {
     "device": "give auto, cpu, cuda or cuda:N (such as cuda:1)",
     "cpu_threads": "give a whole number of at least 1, or null for PyTorch's own choice",
     "share_affine": "give true or false",
+    "allow_networks": "give a list of classes, each as package.module.Class",
 }
 
 
@@ -53,6 +58,9 @@ class SiteSettings(BaseModel):
     share_affine
         Whether this site's gamma and beta may be shared to start new hospitals from. Its running
         statistics never are.
+    allow_networks
+        Classes of installed packages that a job's network may be, as ``package.module.Class``,
+        besides MONAI's and fedbn's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -62,6 +70,7 @@ class SiteSettings(BaseModel):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]*))?)$")
     cpu_threads: int | None = Field(default=None, ge=1)
     share_affine: bool = False
+    allow_networks: list[Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]] = []
 
     @field_validator("data")
     @classmethod
@@ -79,6 +88,12 @@ class SiteSettings(BaseModel):
         """Return what the file says for a field, and what the job says where the file is silent."""
         value: T = getattr(self, field) if field in self.model_fields_set else otherwise
         return value
+
+    @property
+    def networks(self) -> list[str]:
+        """Classes that a job's network may be here: the file's, and the environment's."""
+        listed = os.environ.get(NETWORKS_VARIABLE, "").split(",")
+        return [*self.allow_networks, *filter(None, map(str.strip, listed))]
 
     def check_site(self, client: str, site: str) -> None:
         """Refuse to work for another site than the file was written for.

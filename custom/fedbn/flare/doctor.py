@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.site_store import SiteStore, StoreError, default_data_root, read_site_store
+from fedbn.core.networks import check_allowed
 from fedbn.federation.devices import DeviceError, described, device_facts, find_device
 from fedbn.federation.experiment import Experiment, read_experiment
 from fedbn.federation.installation import (
@@ -682,11 +683,14 @@ def _day(seconds: float) -> str:
 
 def _job_and_store(patient: _Patient) -> Findings:
     """Do what the job's preflight does at this site, without any server."""
-    if patient.experiment is None or patient.store is None or patient.site is None:
+    if patient.experiment is None:
         return
     from fedbn.federation.site import Site
 
     try:
+        check_allowed(patient.experiment.network.name, patient.settings.networks)
+        if patient.store is None or patient.site is None:
+            return
         site = Site(patient.site, patient.store, patient.experiment)
         site.check_network()
     except (ValueError, RuntimeError, ArithmeticError, OSError) as error:

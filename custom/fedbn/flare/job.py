@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from nvflare.apis.fl_context import FLContext
 
+from fedbn.core.networks import check_allowed
 from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.federation.site_settings import SITE_SETTINGS_FILE, SiteSettings, read_site_settings
 
@@ -42,11 +43,15 @@ def job_experiment(fl_ctx: FLContext) -> Experiment:
     ------
     fedbn.federation.experiment.ExperimentError
         If it is missing or wrong.
+    ValueError
+        If its network is a class that this installation's own settings do not allow.
     """
     workspace = fl_ctx.get_engine().get_workspace()
-    return read_experiment(
+    experiment = read_experiment(
         Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / EXPERIMENT_FILE
     )
+    check_allowed(experiment.network.name, site_settings(fl_ctx).networks)
+    return experiment
 
 
 def site_settings(fl_ctx: FLContext) -> SiteSettings:

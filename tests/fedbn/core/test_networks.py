@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedbn.core.networks import build_network
+from fedbn.core.networks import build_network, check_allowed
 from fedbn.tasks.connectome.network import (
     DROPOUT_RESOLUTION,
     ConnectomeMLP,
@@ -30,6 +30,9 @@ def own_network(tmp_path, monkeypatch):
         "    def __init__(self, width):\n"
         "        super().__init__()\n"
         "        self.norm = nn.BatchNorm1d(width)\n"
+        "class Loads(nn.Module):\n"
+        "    def __init__(self, weights=None, use_checkpoint=False, checkpoint_path=None):\n"
+        "        super().__init__()\n"
         "class NotANet:\n"
         "    pass\n"
     )
@@ -288,3 +291,53 @@ class TestBuildNetwork:
         with pytest.raises(ValueError, match=match) as caught:
             build_network(name, args)
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("name", "args", "argument"),
+        [
+            (
+                "DenseNet121",
+                {"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "pretrained": True},
+                "pretrained is True",
+            ),
+            ("resnet18", {"pretrained": "a.pt"}, "pretrained is 'a.pt'"),
+            ("EfficientNetBN", {"model_name": "b0"}, "pretrained is True where it is not given"),
+            ("MILModel", {"num_classes": 2}, "pretrained is True where it is not given"),
+            ("HoVerNet", {"pretrained_url": "https://a.b"}, "pretrained_url is 'https://a.b'"),
+            ("TorchVisionFCModel", {"weights": "DEFAULT"}, "weights is 'DEFAULT'"),
+            ("researcher_nets.Loads", {"weights": "a.pt"}, "weights is 'a.pt'"),
+            ("researcher_nets.Loads", {"checkpoint_path": "a.pt"}, "checkpoint_path is 'a.pt'"),
+        ],
+    )
+    def test_refuses_weights_from_elsewhere(self, own_network, name, args, argument):
+        with pytest.raises(ValueError, match=f"argument {argument}, which brings weights from els"):
+            build_network(name, args)
+
+    def test_takes_the_same_arguments_where_they_bring_nothing(self, own_network):
+        args = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2, "pretrained": False}
+        assert build_network("DenseNet121", {**args, "progress": True}).state_dict()
+        build_network("researcher_nets.Loads", {"weights": [0.5, 1], "use_checkpoint": True})
+
+    def test_a_function_that_downloads_is_no_network(self):
+        with pytest.raises(ValueError, match="unknown network 'get_pretrained_resnet_medicalnet'"):
+            build_network("get_pretrained_resnet_medicalnet", {"resnet_depth": 10, "device": "cpu"})
+
+
+class TestCheckAllowed:
+    @pytest.mark.parametrize(
+        "name", ["ConnectomeMLP", "DenseNet121", "fedbn.tasks.connectome.network.ConnectomeMLP"]
+    )
+    def test_monai_s_and_our_own_need_no_list(self, name):
+        check_allowed(name, [])
+
+    @pytest.mark.parametrize("listed", ["nets.small.Small", "nets.small:Small"])
+    @pytest.mark.parametrize("name", ["nets.small.Small", "nets.small:Small"])
+    def test_what_is_listed_is_allowed_in_either_spelling(self, name, listed):
+        check_allowed(name, ["other.Net", listed])
+
+    @pytest.mark.parametrize(
+        "name", ["nets.small.Large", "nets.small", "os.system", "torch.nn.BatchNorm1d", "a:b", "."]
+    )
+    def test_any_other_class_is_refused(self, name):
+        with pytest.raises(ValueError, match=rf"network '{name}' is a class that is not allowed"):
+            check_allowed(name, ["nets.small.Small"])

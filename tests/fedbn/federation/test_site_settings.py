@@ -51,6 +51,7 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         device: cuda:1
         cpu_threads: 4
         share_affine: true
+        allow_networks: [nets.small.Small, "nets:Large"]
     """
     settings = read_site_settings(written(tmp_path, text))
     assert settings.model_dump() == {
@@ -59,6 +60,7 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         "device": "cuda:1",
         "cpu_threads": 4,
         "share_affine": True,
+        "allow_networks": ["nets.small.Small", "nets:Large"],
     }
     assert settings.store == Path("/home/ann/stores/NYU")
 
@@ -93,6 +95,9 @@ def test_what_the_file_states_wins_even_where_it_is_the_default(tmp_path):
         ("cpu_threads: '4'", "cpu_threads: it cannot be used"),
         ("share_affine: 'false'", "share_affine: it cannot be used; give true or false"),
         ("share_affine: 1", "share_affine: it cannot be used"),
+        ("allow_networks: nets.Small", "allow_networks: it cannot be used; give a list of classes"),
+        ("allow_networks: [Small]", "allow_networks.0: it cannot be used; give a list of classes"),
+        ("allow_networks: [nets.*]", "allow_networks.0: it cannot be used"),
         ("site: NO", "site: it cannot be used; give the site's name in letters, digits, '_' and"),
         ("site: a/b", "site: it cannot be used"),
         ("device: cpu\ndevice: cuda", "device: it stands there twice (again in line 2); keep one"),
@@ -142,3 +147,11 @@ def test_a_file_for_another_site_is_refused():
 def test_settings_cannot_be_changed_in_place():
     with pytest.raises(ValidationError, match="frozen"):
         SiteSettings().share_affine = True
+
+
+def test_networks_are_the_file_s_and_the_environment_s(monkeypatch):
+    settings = SiteSettings(allow_networks=["nets.Small"])
+    monkeypatch.delenv("FEDBN_ALLOW_NETWORKS", raising=False)
+    assert settings.networks == ["nets.Small"]
+    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", " nets.Large,, a.b.C ")
+    assert settings.networks == ["nets.Small", "nets.Large", "a.b.C"]

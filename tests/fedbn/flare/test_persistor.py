@@ -120,7 +120,10 @@ def test_initial_weights_that_do_not_fit_end_the_job(
         ),
     ],
 )
-def test_a_network_that_cannot_be_used_ends_the_job(make_context, experiment, changes, reason):
+def test_a_network_that_cannot_be_used_ends_the_job(
+    make_context, experiment, monkeypatch, changes, reason
+):
+    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", "torch.nn.Linear")
     persistor = SharedModelPersistor()
     context = make_context(experiment(**changes), persistor=persistor)
     persistor.handle_event(EventType.START_RUN, context)
@@ -129,7 +132,8 @@ def test_a_network_that_cannot_be_used_ends_the_job(make_context, experiment, ch
     assert "\n" not in panic
 
 
-def test_fedavg_takes_a_network_without_batch_norm(make_persistor, experiment):
+def test_fedavg_takes_a_network_without_batch_norm(make_persistor, experiment, monkeypatch):
+    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", "torch.nn.Linear")
     linear = {"name": "torch.nn.Linear", "args": {"in_features": 66, "out_features": 2}}
     persistor, context = make_persistor(experiment(policy="none", network=linear))
     assert context.get_engine().panics == []
