@@ -10,11 +10,15 @@ is read is what people have on their disks:
 - office: a folder or a zip file for each domain, with a folder of pictures for each class.
 - DomainNet: its folders of pictures and its lists ``<domain>_train.txt`` and ``<domain>_test.txt``,
   lines of ``<domain>/<class>/<file> <number>``.
+
+A picture that stands twice in a domain, bit for bit, is taken once: a copy in the test part of what
+was trained on would be scored as if it were new.
 """
 
+import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +103,8 @@ class Domain:
         Images with the same number show the same scene.
     n_train : int or None
         Where the split is given: so many first rows are for training.
+    n_copies : int
+        Images that were left out because they are exact copies of one before.
     read : callable
         From a row and a size to an image, uint8, shape (size, size, 3).
     """
@@ -108,6 +114,7 @@ class Domain:
     classes: tuple[str, ...]
     groups: np.ndarray | None
     n_train: int | None
+    n_copies: int
     read: Reader
 
     def images(self, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -121,6 +128,14 @@ def _resized(picture: Any, size: int) -> np.ndarray:
     from PIL import Image
 
     return np.asarray(picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+
+
+def _first_of_each(contents: Iterable[bytes]) -> np.ndarray:
+    """Return the rows whose content does not stand in a row before."""
+    seen: dict[bytes, int] = {}
+    for row, content in enumerate(contents):
+        seen.setdefault(hashlib.sha256(content).digest(), row)
+    return np.array(list(seen.values()), dtype=np.int64)
 
 
 # ----------------------------------------------------------------------------------------- digits
@@ -176,18 +191,20 @@ def _digit_domain(site: str, file: Path) -> Domain:
             n_before += len(x)
     if not images:
         raise SourceError(f"{file} has no images x")
+    kept = _first_of_each(image.tobytes() for image in images)
 
     def read(row: int, size: int) -> np.ndarray:
         from PIL import Image
 
-        return _resized(Image.fromarray(images[row]), size)
+        return _resized(Image.fromarray(images[kept[row]]), size)
 
     return Domain(
         site=site,
-        labels=np.concatenate(labels),
+        labels=np.concatenate(labels)[kept],
         classes=DIGIT_CLASSES,
-        groups=np.concatenate(groups) if has_groups else None,
+        groups=np.concatenate(groups)[kept] if has_groups else None,
         n_train=None,
+        n_copies=len(images) - len(kept),
         read=read,
     )
 
@@ -248,11 +265,30 @@ def _office_domain(folder: Path, site: str, names: tuple[str, ...]) -> Domain:
     if missing:
         raise SourceError(f"{root} has no folder for {', '.join(missing)}")
 
-    def read(row: int, size: int) -> np.ndarray:
-        return _read_picture(root.joinpath(pictures[row][0]), size)
+    return _picture_domain(site, OFFICE_CLASSES, root, pictures, None)
 
-    labels = np.array([label for _, label in pictures], dtype=np.int64)
-    return Domain(site, labels, OFFICE_CLASSES, None, None, read)
+
+def _picture_domain(
+    site: str,
+    classes: tuple[str, ...],
+    root: Any,
+    pictures: list[tuple[str, int]],
+    n_train: int | None,
+) -> Domain:
+    kept = _first_of_each(root.joinpath(path).read_bytes() for path, _ in pictures)
+
+    def read(row: int, size: int) -> np.ndarray:
+        return _read_picture(root.joinpath(pictures[kept[row]][0]), size)
+
+    return Domain(
+        site=site,
+        labels=np.array([label for _, label in pictures], dtype=np.int64)[kept],
+        classes=classes,
+        groups=None,
+        n_train=None if n_train is None else int((kept < n_train).sum()),
+        n_copies=len(pictures) - len(kept),
+        read=read,
+    )
 
 
 def _plain(name: str) -> str:
@@ -310,17 +346,12 @@ def _domainnet_domain(folder: Path, site: str) -> Domain:
     absent = [path for path, _ in pictures if not (folder / path).is_file()]
     if absent:
         raise SourceError(f"{folder} lacks {absent[0]} of its lists ({len(absent)} such pictures)")
-    labels = np.array([label for _, label in pictures], dtype=np.int64)
-    missing = set(range(len(DOMAINNET_CLASSES))) - set(labels[: len(train)].tolist())
+    missing = set(range(len(DOMAINNET_CLASSES))) - {label for _, label in train}
     if missing:
         raise SourceError(
             f"{site}_train.txt names no picture of {DOMAINNET_CLASSES[min(missing)]!r}"
         )
-
-    def read(row: int, size: int) -> np.ndarray:
-        return _read_picture(folder / pictures[row][0], size)
-
-    return Domain(site, labels, DOMAINNET_CLASSES, None, len(train), read)
+    return _picture_domain(site, DOMAINNET_CLASSES, folder, pictures, len(train))
 
 
 def _domainnet_list(file: Path) -> list[tuple[str, int]]:

@@ -105,6 +105,17 @@ def write_picture(place, value, mode="RGB", size=(20, 12)):
     Image.new(mode, size, value).save(place)
 
 
+def test_an_image_that_stands_twice_is_taken_once(digits):
+    with np.load(digits / "svhn.npz") as archive:
+        copies = archive["x"][40:43]
+    damaged(digits / "svhn.npz", x_extra=lambda x: np.concatenate([x[:7], copies]))
+    svhn = sources.read_digits(digits)[1]
+    assert (svhn.n_copies, len(svhn.labels), len(svhn.groups)) == (3, 67, 67)
+    images = np.stack(list(svhn.images(np.arange(67), 32)))
+    assert len(np.unique(images.reshape(67, -1), axis=0)) == 67
+    assert {domain.n_copies for domain in sources.read_digits(digits)[2:]} == {0}
+
+
 @pytest.fixture
 def office(tmp_path):
     """Two domains in folders, two in zip files, as collections pass them round."""
@@ -166,7 +177,7 @@ def domainnet(tmp_path):
         for k, name in enumerate(("aircraft_carrier", *sources.DOMAINNET_CLASSES, "zigzag")):
             for n in range(5):
                 path = f"{domain}/{name}/{domain}_{k:03} {n}.jpg"  # a blank in a name
-                write_picture(tmp_path / path, (k, n, 0))
+                write_picture(tmp_path / path, (20 * k, 50 * n, 0))
                 lists["train" if n < 4 else "test"].append(f"{path} {k}")
         for part, lines in lists.items():
             (tmp_path / f"{domain}_{part}.txt").write_text("\n".join(lines) + "\n")
@@ -182,6 +193,15 @@ def test_domainnet_has_ten_classes_and_the_given_split(domainnet):
         assert domain.n_train == 40
         assert domain.labels.tolist() == [k for k in range(10) for _ in range(4)] + list(range(10))
         assert next(domain.images(np.array([41]), 4)).shape == (4, 4, 3)
+
+
+def test_a_copy_in_the_test_list_is_left_out(domainnet):
+    picture = (domainnet / "real/bird/real_001 0.jpg").read_bytes()
+    (domainnet / "real/bird/real_001 4.jpg").write_bytes(picture)
+    (domainnet / "real/bird/real_001 1.jpg").write_bytes(picture)
+    real = sources.read_domainnet(domainnet)[4]
+    assert (real.n_copies, real.n_train, len(real.labels)) == (2, 39, 48)
+    assert real.labels[39:].tolist() == list(range(1, 10))
 
 
 @pytest.mark.parametrize(
