@@ -1,4 +1,4 @@
-"""``compare``, ``unseen``, ``explain``: methods against each other, and what they rest on."""
+"""``compare``, ``unseen``, ``explain``, ``theory``: methods against each other, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from data_prep.site_store import default_data_root
 from fedbn.cli.common import DataRoot, Job, app, changed, one_sentence, runs_progress
 from fedbn.federation.experiment import parse_network, parse_training_share, read_experiment
-from fedbn.federation.site_state import atomic_write
+from fedbn.federation.site_state import atomic_write, write_json
 
 
 @app.command()
@@ -206,3 +206,40 @@ def explain(
                 with atomic_write(out / f"{picture.name}.png") as file:
                     file.write(picture.png)
         typer.echo(f"all edges: {out / explanation.EDGES_FILE}")
+
+
+@app.command()
+def theory(
+    out: Annotated[Path, typer.Option(help="Folder for theory.json, tables.txt and pictures.")],
+    digits: Annotated[
+        Path | None,
+        typer.Option(help="Folder with one .npz a digit domain, as data_prep digits takes it."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with one store of connectomes a site.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Repetitions.", min=1)] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of gradient descent.", min=10)] = 400,
+) -> None:
+    """Compute what the paper's convergence theorem says, on toy clients and on real data."""
+    with one_sentence():
+        from fedbn.report.tables import render
+        from fedbn.report.theory import TABLE_WIDTH, pictures, theory_tables
+        from fedbn.study.theory import Settings, study
+
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out} is not a folder; give another --out")
+        found = study(
+            Settings(n_seeds=seeds, n_steps=steps),
+            digits,
+            data,
+            lambda step: typer.echo(f"{step} ...", err=True),
+        )
+        text = render(theory_tables(found), width=TABLE_WIDTH)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "theory.json", found)
+        for name, content in {"tables.txt": text.encode(), **pictures(found)}.items():
+            with atomic_write(out / name) as file:
+                file.write(content)
+        typer.echo(text, nl=False)
+        typer.echo(f"numbers and three pictures: {out}")
