@@ -1,0 +1,302 @@
+"""What a task is: all that depends on the kind of data goes through this contract.
+
+A task reads a site's data, splits its units (patients, subjects) into training, validation and
+test, turns them into samples for a network, and scores what the network says. The federation, the
+studies and FLARE know nothing else of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from data_prep.site_store import default_data_root as default_data_root
+from data_prep.store_folder import StoreError
+from data_prep.units import Unit as Unit
+from fedbn.core.batches import Batch, Samples
+from fedbn.core.networks import head_entries
+from fedbn.core.training import Loss, TrainingSettings, forward_inputs
+
+DataError = StoreError
+"""A site's data that cannot be read or trained on; one sentence."""
+
+Index = np.ndarray
+"""int64 (n,): units, as indices into ``data.units``."""
+
+
+class Metric(NamedTuple):
+    """A number that scores are condensed to.
+
+    Attributes
+    ----------
+    name
+        As in tables of results.
+    title
+        As a person reads it.
+    higher_is_better
+        Its direction.
+    in_percent
+        Whether a table shows it in %.
+    """
+
+    name: str
+    title: str
+    higher_is_better: bool = True
+    in_percent: bool = True
+
+
+class SiteData(Protocol):
+    """One site's data: a connectome store, a table, a list of images."""
+
+    @property
+    def site(self) -> str:
+        """Name of the site."""
+        ...
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the patients are made up."""
+        ...
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The patients or subjects: none is ever on both sides of a split."""
+        ...
+
+    @property
+    def held_out_fold(self) -> int | None:
+        """The only fold that may be held out, where the data were prepared for it."""
+        ...
+
+    @property
+    def place(self) -> Path:
+        """Where the data are, for messages that stay at the site."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a digest of the content: the same for a copy, another after any change."""
+        ...
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between sites; no path and nothing about one unit."""
+        ...
+
+    def private_names(self) -> Iterable[str]:
+        """Name what must be taken out of every message."""
+        ...
+
+    def subset(self, units: Index) -> SiteData:
+        """Return the data of some units alone, in memory, without fixed folds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a network said of some units: all that is kept, sent and compared.
+
+    Attributes
+    ----------
+    units
+        int64 (n,): the unit of each row, as an index into the site's units.
+    columns
+        Name to (n,): the target and each class's probability, or a Dice score a class.
+    parts
+        Rows of the units' samples, where a task scores these too.
+    facts
+        Numbers that belong to all rows: the threshold, say.
+    """
+
+    units: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    parts: Scores | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    def level(self, depth: int) -> Scores:
+        """Return the rows of the units (0) or of their parts (1), with the facts of all."""
+        if depth == 0:
+            return self
+        assert self.parts is not None
+        return replace(self.parts, facts=self.facts)
+
+    def arrays(self, prefix: str = "") -> dict[str, np.ndarray]:
+        """Return everything as arrays by name, for a file; see :meth:`from_arrays`."""
+        found = {f"{prefix}units": self.units}
+        found |= {f"{prefix}column.{name}": values for name, values in self.columns.items()}
+        found |= {f"{prefix}fact.{name}": np.array(value) for name, value in self.facts.items()}
+        return found | (self.parts.arrays(f"{prefix}parts.") if self.parts else {})
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Scores:
+        """Rebuild scores from :meth:`arrays`, also if their names have a prefix in common."""
+
+        def named(kind: str) -> dict[str, np.ndarray]:
+            start = f"{prefix}{kind}."
+            return {n.removeprefix(start): a for n, a in arrays.items() if n.startswith(start)}
+
+        parts = None
+        if f"{prefix}parts.units" in arrays:
+            parts = cls.from_arrays(arrays, f"{prefix}parts.")
+        facts = {name: float(value) for name, value in named("fact").items()}
+        return cls(arrays[f"{prefix}units"], named("column"), parts, facts)
+
+
+
+class Split(NamedTuple):
+    """Which units are trained on, judge the rounds, and are held out; each sorted."""
+
+    train: Index
+    validation: Index
+    test: Index
+
+
+class SplitSettings(Protocol):
+    """What decides a split; an experiment has it."""
+
+    @property
+    def n_folds(self) -> int: ...
+    @property
+    def fold(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def validation(self) -> float: ...
+    def training_share_of(self, site: str) -> float: ...
+
+
+class Task(BaseModel, ABC):
+    """What is learned from what, with its settings as fields.
+
+    Attributes
+    ----------
+    name
+        As in an experiment: ``{"task": {"name": "connectome"}}``.
+    levels
+        What is scored: the unit first, then its samples, if they are scored too.
+    metrics
+        Of each level; the first is the headline.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    levels: ClassVar[tuple[str, ...]] = ("subject",)
+    metrics: ClassVar[tuple[Metric, ...]]
+
+    @property
+    def followed(self) -> tuple[str, ...]:
+        """Names of the numbers of :meth:`follow`; the first is the headline."""
+        return (f"{self.levels[0]}_{self.metrics[0].name}",)
+
+    # ------------------------------------------------------------------------------- the data
+
+    @abstractmethod
+    def read(self, place: Path, site: str, *, verify: bool = False) -> SiteData:
+        """Read a site's data.
+
+        Parameters
+        ----------
+        place
+            The site's own folder or file.
+        site
+            Its name, for messages.
+        verify
+            Also look at every value, as a site's preflight does.
+
+        Raises
+        ------
+        DataError
+            If they are missing or damaged.
+        """
+
+    def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+        """Say in which clauses two signatures differ; empty if the sites can train together."""
+        return [f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b}
+                if a.get(name) != b.get(name)]
+
+    def split(self, data: SiteData, settings: SplitSettings) -> Split:
+        """Divide a site's units by fold, training share and validation share.
+
+        Raises
+        ------
+        DataError
+            If they cannot be divided as asked.
+        """
+        from fedbn.tasks.splits import split_units
+
+        return split_units(data, settings)
+
+    def fit(self, data: SiteData, train: Index) -> dict[str, torch.Tensor]:
+        """Fit what stays at the site and precedes the network, on its training units alone."""
+        return {}
+
+    @abstractmethod
+    def samples(
+        self,
+        data: SiteData,
+        units: Index,
+        fitted: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> Samples:
+        """Return the samples of some units, ready for a network on a device."""
+
+    def facts(self, data: SiteData, split: Split) -> dict[str, Any]:
+        """Return what a report says of a site's data, in aggregate."""
+        return {}
+
+    # ---------------------------------------------------------------------------- the network
+
+    def forward(self, network: nn.Module, batch: Batch) -> Any:
+        """Give a batch to the network; scoring may slide a window in place of this."""
+        return forward_inputs(network, batch)
+
+    @abstractmethod
+    def loss(self, training: TrainingSettings, samples: Samples) -> Loss:
+        """Return the loss of local training; `samples` are those that are trained on."""
+
+    def head(self, network: nn.Module) -> tuple[str, ...]:
+        """Name the entries of the output layer."""
+        return head_entries(network)
+
+    @abstractmethod
+    def check(self, network: nn.Module, network_name: str, data: SiteData, samples: Samples) -> None:
+        """See, before round 0, that the network can take the samples and gives what is scored.
+
+        Raises
+        ------
+        DataError
+            Naming the site, what a sample is, and what the network said.
+        """
+
+    # ----------------------------------------------------------------------------- the scores
+
+    @abstractmethod
+    def score(self, network: nn.Module, samples: Samples) -> Scores:
+        """Score a network, in eval mode, on some samples; nothing but the scores is kept."""
+
+    @abstractmethod
+    def measure(self, scores: Scores) -> dict[str, dict[str, Any]]:
+        """Condense scores: level to metrics, with ``"n"`` and the ``"reasons"`` of a NaN."""
+
+    @abstractmethod
+    def follow(self, scores: Scores) -> dict[str, float]:
+        """Return the numbers of :attr:`followed`, without a heavy import: for every round."""
+
+    @abstractmethod
+    def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
+        """Count units that are ``"corrected"`` or ``"lost"`` from one to the other, of ``"n"``."""
+
+    def decisions(self, train: Scores) -> dict[str, float]:
+        """Choose on training units what scores are decided by; facts for the held-out ones."""
+        return {}
+
+    def calibration(self, scores: Scores) -> dict[str, Any] | None:
+        """Say how far probabilities are from being so; ``None`` where there are none."""
+        return None
