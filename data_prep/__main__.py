@@ -655,7 +655,7 @@ def _refuse_to_replace_real_data(folder: Path) -> None:
         store = read_site_store(folder)
     except StoreError:
         return
-    if not store.is_synthetic:
+    if not store.synthetic:
         raise StoreError(
             f"{folder} holds real data of site {store.site!r}; synthetic data do not replace it: "
             "name another place with --out"
@@ -699,7 +699,7 @@ class SiteReport:
         self._left_out += [(store.site, e.participant_id, e) for e in left_out]
         if unchanged:
             self._unchanged.append(store.site)
-        self._synthetic = self._synthetic or store.is_synthetic
+        self._synthetic = self._synthetic or store.synthetic
 
     def show(self, root: Path) -> None:
         """Print every exclusion with its reason, then the counts."""
@@ -758,7 +758,7 @@ def check(
         settings = store.description["connectome"]
         length = f"window {settings['window']}, stride {settings['stride']}"
         table.add_row(
-            escape(store.site) + (" (SYNTHETIC)" if store.is_synthetic else ""),
+            escape(store.site) + (" (SYNTHETIC)" if store.synthetic else ""),
             str(len(store.labels)),
             f"{autism} / {len(store.labels) - autism}",
             f"{len(store.connectomes):,} x {store.n_edges}",

@@ -176,7 +176,7 @@ def explain(
     with one_sentence():
         import torch
 
-        from fedbn.federation.simulation import read_stores
+        from fedbn.federation.simulation import read_sites
         from fedbn.report.explanation_tables import WIDTH, edge_table, pictures
         from fedbn.report.tables import render
         from fedbn.study import explanation
@@ -189,7 +189,7 @@ def explain(
         experiment = changed(
             experiment.changed(fold=0), policy=policy, rounds=rounds, training=training
         )
-        stores = read_stores(data or default_data_root(), experiment, verify=True)
+        stores = read_sites(data or default_data_root(), experiment, verify=True)
         explanation.check_out(out)
         with runs_progress() as on_run:
             found = explanation.explain(

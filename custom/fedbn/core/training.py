@@ -27,7 +27,7 @@ from fedbn.core.normalization import split, trainable_names, unwrap_model
 
 
 class TrainingSettings(BaseModel):
-    """How a site trains in one round; the defaults are those of the ABIDE reference.
+    """How a site trains in one round.
 
     Attributes
     ----------
@@ -50,9 +50,9 @@ class TrainingSettings(BaseModel):
 
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     learning_rate: float = Field(default=1e-3, gt=0)
-    weight_decay: float = Field(default=5e-2, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    batch_size: int = 100
+    batch_size: int = 32
     local_epochs: int = Field(default=1, ge=1)
     class_weights: Literal["balanced"] | list[float] | None = None
     proximal_mu: float = Field(default=0.0, ge=0)

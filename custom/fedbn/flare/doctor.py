@@ -315,7 +315,7 @@ def _store(patient: _Patient) -> Findings:
             "data store",
             f"{folder} (from {source}): {len(store.participants)} subjects, "
             f"{len(store.connectomes)} connectomes of {store.n_edges} edges"
-            + (", synthetic" if store.is_synthetic else ""),
+            + (", synthetic" if store.synthetic else ""),
         )
         read_site_store(folder, verify=True)
     except (StoreError, OSError) as error:

@@ -11,7 +11,7 @@ from fedbn.federation.results import versions, weights_digest
 from fedbn.federation.settings_file import fault
 from fedbn.models.site_model import KeptModel, SiteFacts
 from fedbn.models.site_network import NOTICE, first_batch_norm
-from fedbn.tasks import evaluation
+from fedbn.tasks.classification import TWO_CLASSES
 
 BUNDLE_FORMAT = "fedbn-site-model-1"
 THRESHOLD = 0.5
@@ -188,7 +188,7 @@ def _eval_metrics(facts: SiteFacts) -> dict[str, Any]:
     if not facts.scores:
         return {}
     of_subject = facts.scores["subject"]
-    return {name: of_subject.get(name) for name in (*evaluation.METRICS, "n")}
+    return {name: of_subject.get(name) for name in (*(m.name for m in TWO_CLASSES[:5]), "n")}
 
 
 def metadata_schema() -> dict[str, Any]:

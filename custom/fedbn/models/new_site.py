@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_prep.site_store import SiteStore, StoreError, signature_differences
+from data_prep.site_store import StoreError, signature_differences
 from fedbn.core.aggregation import WeightedMean
+from fedbn.core.batches import TensorSamples
 from fedbn.core.normalization import (
     Partition,
     Policy,
@@ -38,7 +39,7 @@ from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experi
 from fedbn.federation.results import FORMAT as RESULTS_FORMAT
 from fedbn.federation.results import versions, weights_digest
 from fedbn.federation.run_folder import RESULTS_FILE, SAVED_FILE, only_file
-from fedbn.federation.site import Preparation, Site, make_network, mean_and_std, store_fingerprint
+from fedbn.federation.site import Preparation, Site, make_network
 from fedbn.federation.site_state import (
     SHARED_WEIGHTS,
     SiteState,
@@ -47,6 +48,7 @@ from fedbn.federation.site_state import (
     save_checkpoint,
     write_json,
 )
+from fedbn.tasks.data import SiteData, Split
 
 FORMAT = "fedbn-adaptation-1"
 REPORT_FILE = "adaptation.json"
@@ -356,19 +358,13 @@ def load_start(
         recompute_statistics(network, inputs)
 
 
-def unlabelled(store: SiteStore, experiment: Experiment) -> Preparation:
+def unlabelled(data: SiteData, experiment: Experiment) -> Preparation:
     """Fit the standardisation on all scans of a store; no diagnosis is looked at."""
-    rows = np.arange(len(store.connectomes))
-    if experiment.standardization == "site":
-        mean, std = mean_and_std(store, rows)
-    else:
-        mean, std = np.zeros(store.n_edges), np.ones(store.n_edges)
+    everyone = np.arange(len(data.units))
     return Preparation(
-        train_rows=torch.from_numpy(rows),
-        test_rows=torch.from_numpy(rows),
-        mean=torch.from_numpy(mean.astype(np.float32)),
-        std=torch.from_numpy(std.astype(np.float32)),
-        facts={"store": store_fingerprint(store), "synthetic": bool(store.is_synthetic)},
+        Split(everyone, everyone[:0], everyone),
+        experiment.task.fit(data, everyone),
+        {"store": data.fingerprint(), "synthetic": bool(data.synthetic)},
     )
 
 
@@ -388,7 +384,7 @@ def buildable(run: FinishedRun) -> list[str]:
     ]
 
 
-def adapt(run: FinishedRun, store: SiteStore, out: Path, *, start: str, why: str) -> dict[str, Any]:
+def adapt(run: FinishedRun, store: SiteData, out: Path, *, start: str, why: str) -> dict[str, Any]:
     """Build a new hospital's complete model, and keep it as a site keeps its own.
 
     Parameters
@@ -430,9 +426,9 @@ def adapt(run: FinishedRun, store: SiteStore, out: Path, *, start: str, why: str
     chosen = STARTS[start]
     site = Site(store.site, store, run.experiment, preparation=unlabelled(store, run.experiment))
     site.check_network()
-    load_start(
-        site.network, site.partition, chosen, run.shared, site.test_inputs, affine=run.affine
-    )
+    assert isinstance(site.test, TensorSamples)
+    inputs = site.test.inputs
+    load_start(site.network, site.partition, chosen, run.shared, inputs, affine=run.affine)
     report = _report(run, site, chosen, why)
     state = SiteState(
         out,
@@ -453,7 +449,7 @@ def _why_not(run: FinishedRun, start: Start) -> str:
     return run.no_affine
 
 
-def _check_store(run: FinishedRun, store: SiteStore) -> None:
+def _check_store(run: FinishedRun, store: SiteData) -> None:
     if store.site in run.experiment.sites:
         raise AdaptationError(
             f"site {store.site!r} took part in the run: it is no new hospital, and has its own "
@@ -469,8 +465,9 @@ def _check_store(run: FinishedRun, store: SiteStore) -> None:
 
 
 def _report(run: FinishedRun, site: Site, start: Start, why: str) -> dict[str, Any]:
-    n_subjects = len(site.store.participants)
-    own = f"of all {len(site.store.connectomes)} scans of {n_subjects} subjects here, no label"
+    n_subjects = len(site.data.units)
+    n_samples = sum(unit.n_samples for unit in site.data.units)
+    own = f"of all {n_samples} scans of {n_subjects} subjects here, no label"
     affine = {
         "shared": "the run's, shared by its policy",
         "initial": "1 and 0",
@@ -482,19 +479,19 @@ def _report(run: FinishedRun, site: Site, start: Start, why: str) -> dict[str, A
     return {
         "format": FORMAT,
         "site": site.name,
-        "synthetic": site.store.is_synthetic,
+        "synthetic": site.data.synthetic,
         "job": run.job,
         "experiment": run.experiment.model_dump(mode="json"),
         "start": start.name,
         "title": start.title,
         "why": why,
         "n_subjects": n_subjects,
-        "n_samples": len(site.store.connectomes),
+        "n_samples": n_samples,
         "used": {
             "shared weights": f"sha256 {weights_digest(run.shared)}",
             "gamma and beta": affine,
             "running mean and variance": statistics,
-            "standardisation": own if site.experiment.standardization == "site" else "none",
+            "standardisation": own if site.preparation.fitted else "none",
             "labels": "none",
         },
         "stores compared": run.signature is not None,

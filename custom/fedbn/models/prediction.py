@@ -438,7 +438,7 @@ def _training_subjects(bundle: Bundle, store: SiteStore) -> np.ndarray | None:
     except StoreError:
         return None
     trained = np.zeros(len(store.participants), dtype=bool)
-    trained[store.sample_participant[preparation.train_rows.numpy()]] = True
+    trained[preparation.split.train] = True
     return trained
 
 

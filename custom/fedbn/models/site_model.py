@@ -23,7 +23,7 @@ from fedbn.core.networks import build_network
 from fedbn.core.normalization import load_entries
 from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.federation.results import FINETUNED, FORMAT, without_nan
-from fedbn.federation.site import Preparation, mean_and_std, prepare, store_fingerprint
+from fedbn.federation.site import Preparation, prepare, split_fitted
 from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     LOCAL_ENTRIES,
@@ -34,13 +34,12 @@ from fedbn.federation.site_state import (
     network_fingerprint,
 )
 from fedbn.models.site_network import SiteNetwork, probabilities_and_distances, quartiles
-from fedbn.tasks import evaluation
+from fedbn.tasks.classification import make_scores, unit_means
+from fedbn.tasks.connectome.task import ConnectomeTask, mean_and_std, rows_of
 from fedbn.tasks.operating_point import choose_threshold
 
 SHARED_FILE = "FL_global_model.pt"
 """Name of the server's file with the shared weights."""
-
-_STANDARDIZATION = "standardization."
 
 
 class BundleError(ValueError):
@@ -169,16 +168,15 @@ def _complete(path: Path, site: str, finetuned: bool) -> KeptModel:
             "exports its own"
         )
     facts = meta["facts"]
-    own = {k: v for k, v in tensors.items() if not k.startswith(_STANDARDIZATION)}
-    mean, std = (tensors[f"{_STANDARDIZATION}{part}"] for part in ("mean", "std"))
+    own, fitted = split_fitted(tensors)
     return KeptModel(
         site=site,
         job=str(meta.get("job")),
         network=dict(facts["network"]),
-        model=_site_network(facts["network"], own, mean, std),
+        model=_site_network(facts["network"], own, fitted["mean"], fitted["std"]),
         policy=str(facts["policy"]),
         local_entries=tuple(facts["local entries"]),
-        classes=tuple(facts["classes"]),
+        classes=tuple(facts.get("classes") or ConnectomeTask().class_names),
         signature=dict(facts["signature"]),
         finetuned=finetuned,
         origin=f"{path.name}, the complete model that the site kept",
@@ -206,13 +204,14 @@ def _joined(run: Path, folder: Path, site: str, store: SiteStore | None) -> Kept
     _, local_meta = load_checkpoint(folder / "local_entries.pt", LOCAL_ENTRIES)
     state = SiteState(folder, job=str(local_meta["job"]), site=site, network=fingerprint)
     local, _ = state.load_local()
-    fitted, facts = state.load_preparation()
+    preparation = Preparation.from_tensors(*state.load_preparation(), store)
+    fitted = preparation.fitted
     if meta.get("job", state.job) != state.job:
         raise BundleError(
             f"{shared_files[0]} belongs to job {meta['job']!r} and {folder} to {state.job!r}; "
             "join what comes from one run"
         )
-    _check_store(site, store, facts)
+    _check_store(site, store, preparation.facts)
     local, shared = (control_variates.separate(tensors)[0] for tensors in (local, shared))
     return KeptModel(
         site=site,
@@ -245,7 +244,7 @@ def _site_network(
 
 
 def _check_store(site: str, store: SiteStore, facts: Mapping[str, Any]) -> None:
-    if facts["store"] != store_fingerprint(store):
+    if facts["store"] != store.fingerprint():
         raise StoreError(
             f"site {site!r}: the store at {store.path} has changed since the run; give the store "
             "that it was trained on"
@@ -298,9 +297,9 @@ def site_facts(kept: KeptModel, run: Path, store: SiteStore | None) -> SiteFacts
     """
     experiment, reported = _from_run(kept, run)
     preparation = _preparation(kept, store, experiment)
-    training = None if preparation is None else dict(preparation.facts)
+    training = _kept_facts(kept) if preparation is None else preparation.facts
     if training is not None:
-        training.pop("store")
+        training = {name: value for name, value in training.items() if name != "store"}
     elif reported is not None:
         training = {k: v for k, v in reported.items() if k.startswith(("n_t", "autism_share"))}
     scores = (
@@ -336,17 +335,21 @@ def _from_run(kept: KeptModel, run: Path) -> tuple[Experiment | None, dict[str, 
     return None, None
 
 
+def _kept_facts(kept: KeptModel) -> dict[str, Any] | None:
+    """Return what the site has kept of the numbers of its subjects, if it has."""
+    path = kept.folder / "preparation.pt"
+    if not path.is_file():
+        return None
+    facts: dict[str, Any] = load_checkpoint(path, PREPARATION)[1]["facts"]
+    return facts
+
+
 def _preparation(
     kept: KeptModel, store: SiteStore | None, experiment: Experiment | None
 ) -> Preparation | None:
     """Return the site's split and standardisation, kept or made once more, if it can be had."""
-    path = kept.folder / "preparation.pt"
-    kept_preparation = None
-    if path.is_file():
-        tensors, meta = load_checkpoint(path, PREPARATION)
-        kept_preparation = Preparation(**tensors, facts=meta["facts"])
     if store is None:
-        return kept_preparation
+        return None
     differences = signature_differences(kept.signature, store.signature())
     if differences:
         raise StoreError(
@@ -355,9 +358,12 @@ def _preparation(
         )
     if store.site != kept.site:
         raise StoreError(f"site {kept.site!r}: {store.path} is the store of site {store.site!r}")
-    if kept_preparation is not None:
-        _check_store(kept.site, store, kept_preparation.facts)
-        return kept_preparation
+    path = kept.folder / "preparation.pt"
+    if path.is_file():
+        tensors, meta = load_checkpoint(path, PREPARATION)
+        found = Preparation.from_tensors(tensors, meta["facts"], store)
+        _check_store(kept.site, store, found.facts)
+        return found
     if experiment is None or kept.site not in experiment.sites:
         return None
     made = prepare(kept.site, store, experiment)
@@ -375,7 +381,7 @@ def check_same_data(
     data_prep.site_store.StoreError
         Naming the store.
     """
-    if not _same_statistics(model, preparation.mean, preparation.std):
+    if not _same_statistics(model, preparation.fitted["mean"], preparation.fitted["std"]):
         raise StoreError(
             f"site {site!r}: the store at {store.path} is not the one that its model was trained on"
         )
@@ -388,16 +394,16 @@ def _same_statistics(model: SiteNetwork, mean: torch.Tensor, std: torch.Tensor) 
 
 def _scored(model: SiteNetwork, store: SiteStore, preparation: Preparation) -> dict[str, Any]:
     """Score the model on the site's held-out subjects, and on its training ones in aggregate."""
-    test_rows, train_rows = preparation.test_rows.numpy(), preparation.train_rows.numpy()
+    split, task = preparation.split, ConnectomeTask()
+    test_rows = rows_of(store, split.test)
     owners = store.sample_participant[test_rows]
     probability, _ = _of_rows(model, store, test_rows)
-    train_scores, reference = _reference(model, store, train_rows)
-    labels, _ = evaluation.subject_scores(
-        store.labels[store.sample_participant[train_rows]], store.sample_participant[train_rows]
-    )
+    train_scores, reference = _reference(model, store, rows_of(store, split.train))
     return {
-        "scores": without_nan(evaluation.evaluate_site(store.labels[owners], probability, owners)),
-        "site_threshold": choose_threshold(labels.astype(np.int64), train_scores),
+        "scores": without_nan(
+            task.measure(make_scores(probability, store.labels[owners], owners, parts=True))
+        ),
+        "site_threshold": choose_threshold(store.labels[split.train], train_scores),
         **reference,
     }
 
@@ -408,13 +414,12 @@ def _reference(
     """Return the scores of the subjects that a model was fitted on, and what is kept of them."""
     owners = store.sample_participant[rows]
     probability, distances = _of_rows(model, store, rows)
-    scores, subjects = evaluation.subject_scores(probability[:, 1], owners)
+    scores, subjects = unit_means(probability[:, 1], owners)
     lengths = np.array([store.participants[k].n_timepoints for k in subjects.astype(int)])
     stated = ("extraction", "repetition_time_s", "atlas_files", "quality_rule")
     return scores, {
         "distances": {
-            name: quartiles(evaluation.subject_scores(values, owners)[0])
-            for name, values in distances.items()
+            name: quartiles(unit_means(values, owners)[0]) for name, values in distances.items()
         },
         "scan": {
             "n_timepoints": [int(lengths.min()), int(np.median(lengths)), int(lengths.max())],

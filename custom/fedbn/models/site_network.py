@@ -26,7 +26,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn.tasks import evaluation
+from fedbn.core.batches import TensorSamples
+from fedbn.tasks.classification import predict
 
 NOTICE = "Research software, not a medical device: no diagnosis or treatment may rest on it."
 DISTANCES = ("features", "batch_norm", "pattern")
@@ -103,7 +104,9 @@ def probabilities_and_distances(
         for start in range(0, len(connectomes), _CHUNK):
             # A copy: PyTorch warns of arrays that are mapped read-only.
             rows = torch.from_numpy(np.array(connectomes[start : start + _CHUNK], np.float32))
-            probability.append(evaluation.predict(model, rows))
+            owners = np.zeros(len(rows), dtype=np.int64)
+            samples = TensorSamples(rows, torch.zeros(len(rows), dtype=torch.int64), owners)
+            probability.append(predict(model, samples)[0])
             z = model.standardize(rows).double()
             features.append((z**2).mean(dim=1).numpy())
             # A connectome without any variation has no pattern: its correlation counts as 0.

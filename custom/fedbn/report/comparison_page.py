@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from data_prep.site_store import SiteStore
-from fedbn.federation.simulation import Federation, federate, read_stores
-from fedbn.federation.site import store_fingerprint
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.simulation import Federation, federate, read_sites
+from fedbn.federation.site import TEST
 from fedbn.report import comparison_tables, figures, held_out, parts, site_models
 from fedbn.report.html import Page, Picture
 from fedbn.report.tables import LOOK, SYNTHETIC
@@ -26,7 +26,7 @@ from fedbn.study.comparison import (
     read_comparison,
 )
 from fedbn.study.methods import method, run_federated
-from fedbn.tasks import evaluation
+from fedbn.tasks.data import SiteData
 
 N_DRAWN = len(figures.COLOURS)
 _DRAWN_FIRST = ("fedbn", "fedavg", "singleset", "pooled", "fedavg_threshold", "fedavg_adabn")
@@ -160,7 +160,7 @@ def _scores(page: Page, summary: Mapping[str, Any]) -> None:
     page.table(comparison_tables.accuracy_table(summary, "subject"))
     if summary["n_windows"] != summary["n_subjects"]:
         page.table(comparison_tables.accuracy_table(summary, "window"), folded="the same by window")
-    if summary.get(evaluation.AFTER_TRAINING):
+    if summary.get(AFTER_TRAINING):
         page.table(
             comparison_tables.after_training_table(summary),
             folded="before and after the local training of the last round",
@@ -354,10 +354,10 @@ def _curves(
     name: str, names: Sequence[str], federation: Federation, site: str
 ) -> dict[str, figures.Curve]:
     """Return a method's curves by metric, in its colour of the other pictures."""
-    of_site = federation.predictions[site]
-    score = federation.sites[site].quick_metrics
-    before = [score(found[evaluation.BEFORE_TRAINING]) for found in of_site.values()]
-    after = [score(found[evaluation.AFTER_TRAINING]) for found in of_site.values()]
+    of_site = federation.scores[site]
+    follow = federation.sites[site].task.follow
+    before = [follow(found[BEFORE_TRAINING][TEST]) for found in of_site.values()]
+    after = [follow(found[AFTER_TRAINING][TEST]) for found in of_site.values()]
     rounds = np.array(list(of_site))
     return {
         label: figures.Curve(
@@ -377,10 +377,10 @@ def _curves(
 # ----------------------------------------------------------------------------- one run once more
 
 
-def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dict[str, SiteStore]:
-    stores = read_stores(data_root, plan.experiment)
+def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dict[str, SiteData]:
+    stores = read_sites(data_root, plan.experiment)
     for site, store in stores.items():
-        if store_fingerprint(store) != summary["stores"][site]:
+        if store.fingerprint() != summary["stores"][site]:
             raise ComparisonError(
                 f"the data of site {site!r} in {data_root} are not those of the comparison; "
                 "give its folder, or none"
@@ -389,7 +389,7 @@ def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dic
 
 
 def _run_again(
-    plan: Plan, stores: Mapping[str, SiteStore], on_step: Callable[[str], None]
+    plan: Plan, stores: Mapping[str, SiteData], on_step: Callable[[str], None]
 ) -> dict[str, Federation]:
     """Run seed 0, fold 0 of the federation to look into, and of the reference beside it."""
     federated = [name for name in plan.methods if method(name).run is run_federated]

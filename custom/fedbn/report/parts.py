@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from data_prep.site_store import SiteStore
 from fedbn.report import edges, figures, site_models
 from fedbn.report.held_out import HeldOut, Scored, mean_roc
 from fedbn.report.html import Page, Picture
 from fedbn.report.site_models import SiteModels
 from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.tasks.data import SiteData
 
 MATRICES_UP_TO = 3
 """Batch-norm layers that get a heat map each; of more, all are rows of one."""
@@ -129,7 +129,7 @@ def convergence_pictures(
 
 
 def site_differences(
-    page: Page, models: SiteModels | None, stores: Mapping[str, SiteStore] | None, why_not: str
+    page: Page, models: SiteModels | None, stores: Mapping[str, SiteData] | None, why_not: str
 ) -> None:
     """Add the section on how different the sites are."""
     page.section("How different the sites are")

@@ -8,28 +8,21 @@ studies and FLARE know nothing else of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from data_prep.site_store import default_data_root as default_data_root
-from data_prep.store_folder import StoreError
-from data_prep.units import Unit as Unit
-from fedbn.core.batches import Batch, Samples
+from fedbn.core.batches import Batch, Samples, TensorSamples
 from fedbn.core.networks import head_entries
 from fedbn.core.training import Loss, TrainingSettings, forward_inputs
-
-DataError = StoreError
-"""A site's data that cannot be read or trained on; one sentence."""
-
-Index = np.ndarray
-"""int64 (n,): units, as indices into ``data.units``."""
+from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+from fedbn.tasks.splits import split_units
 
 
 class Metric(NamedTuple):
@@ -51,51 +44,6 @@ class Metric(NamedTuple):
     title: str
     higher_is_better: bool = True
     in_percent: bool = True
-
-
-class SiteData(Protocol):
-    """One site's data: a connectome store, a table, a list of images."""
-
-    @property
-    def site(self) -> str:
-        """Name of the site."""
-        ...
-
-    @property
-    def synthetic(self) -> bool:
-        """Whether the patients are made up."""
-        ...
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """The patients or subjects: none is ever on both sides of a split."""
-        ...
-
-    @property
-    def held_out_fold(self) -> int | None:
-        """The only fold that may be held out, where the data were prepared for it."""
-        ...
-
-    @property
-    def place(self) -> Path:
-        """Where the data are, for messages that stay at the site."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a digest of the content: the same for a copy, another after any change."""
-        ...
-
-    def signature(self) -> dict[str, Any]:
-        """Return what must agree between sites; no path and nothing about one unit."""
-        ...
-
-    def private_names(self) -> Iterable[str]:
-        """Name what must be taken out of every message."""
-        ...
-
-    def subset(self, units: Index) -> SiteData:
-        """Return the data of some units alone, in memory, without fixed folds."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,29 +96,6 @@ class Scores:
         return cls(arrays[f"{prefix}units"], named("column"), parts, facts)
 
 
-
-class Split(NamedTuple):
-    """Which units are trained on, judge the rounds, and are held out; each sorted."""
-
-    train: Index
-    validation: Index
-    test: Index
-
-
-class SplitSettings(Protocol):
-    """What decides a split; an experiment has it."""
-
-    @property
-    def n_folds(self) -> int: ...
-    @property
-    def fold(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def validation(self) -> float: ...
-    def training_share_of(self, site: str) -> float: ...
-
-
 class Task(BaseModel, ABC):
     """What is learned from what, with its settings as fields.
 
@@ -180,15 +105,17 @@ class Task(BaseModel, ABC):
         As in an experiment: ``{"task": {"name": "connectome"}}``.
     levels
         What is scored: the unit first, then its samples, if they are scored too.
-    metrics
-        Of each level; the first is the headline.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     levels: ClassVar[tuple[str, ...]] = ("subject",)
-    metrics: ClassVar[tuple[Metric, ...]]
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[Metric, ...]:
+        """Metrics of each level; the first is the headline."""
 
     @property
     def followed(self) -> tuple[str, ...]:
@@ -218,8 +145,26 @@ class Task(BaseModel, ABC):
 
     def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         """Say in which clauses two signatures differ; empty if the sites can train together."""
-        return [f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b}
-                if a.get(name) != b.get(name)]
+        return [
+            f"{name} is {a.get(name)!r} and {b.get(name)!r}"
+            for name in {**a, **b}
+            if a.get(name) != b.get(name)
+        ]
+
+    def check_sites(self, signatures: Mapping[str, Mapping[str, Any]]) -> None:
+        """See that sites can train together.
+
+        Raises
+        ------
+        DataError
+            Naming two sites and what differs.
+        """
+        names = list(signatures)
+        for name in names[1:]:
+            if found := self.differences(signatures[names[0]], signatures[name]):
+                raise DataError(
+                    f"sites {names[0]!r} and {name!r} cannot train together: {'; '.join(found)}"
+                )
 
     def split(self, data: SiteData, settings: SplitSettings) -> Split:
         """Divide a site's units by fold, training share and validation share.
@@ -229,8 +174,6 @@ class Task(BaseModel, ABC):
         DataError
             If they cannot be divided as asked.
         """
-        from fedbn.tasks.splits import split_units
-
         return split_units(data, settings)
 
     def fit(self, data: SiteData, train: Index) -> dict[str, torch.Tensor]:
@@ -246,6 +189,33 @@ class Task(BaseModel, ABC):
         device: torch.device,
     ) -> Samples:
         """Return the samples of some units, ready for a network on a device."""
+
+    def pooled(self, samples: Sequence[Samples]) -> Samples:
+        """Join the samples of several sites, for what a federation exists to avoid.
+
+        Their units are renumbered: each site's stay its own.
+        """
+        tables = [one for one in samples if isinstance(one, TensorSamples)]
+        if len(tables) < len(samples):
+            raise ValueError(f"task {self.name!r} cannot train on all sites' samples in one place")
+        starts = np.cumsum([0, *(int(one.owners.max()) + 1 for one in tables)])
+        return TensorSamples(
+            torch.cat([one.inputs for one in tables]),
+            torch.cat([one.targets for one in tables]),
+            np.concatenate([one.owners + k for one, k in zip(tables, starts, strict=False)]),
+        )
+
+    def represented(
+        self, name: str, data: Mapping[str, SiteData], train: Mapping[str, Index]
+    ) -> dict[str, SiteData]:
+        """Return the sites' data in a representation that is fitted on their training units.
+
+        Raises
+        ------
+        DataError
+            If the task has none of this name.
+        """
+        raise DataError(f"task {self.name!r} has no representation {name!r}")
 
     def facts(self, data: SiteData, split: Split) -> dict[str, Any]:
         """Return what a report says of a site's data, in aggregate."""
@@ -266,7 +236,7 @@ class Task(BaseModel, ABC):
         return head_entries(network)
 
     @abstractmethod
-    def check(self, network: nn.Module, network_name: str, data: SiteData, samples: Samples) -> None:
+    def check(self, network: nn.Module, name: str, data: SiteData, samples: Samples) -> None:
         """See, before round 0, that the network can take the samples and gives what is scored.
 
         Raises

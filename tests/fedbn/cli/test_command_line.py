@@ -99,7 +99,7 @@ def test_what_a_user_can_mend_is_one_sentence(job, data_root, arguments, sentenc
 
 
 @pytest.mark.parametrize("synthetic", [True, False])
-def test_tables_say_when_a_cohort_is_synthetic(data_root, experiment, synthetic):
+def test_tables_say_when_a_cohort_synthetic(data_root, experiment, synthetic):
     small = experiment()
     report = run_federation(small, read_stores(data_root, small)).report
     text = render(run_tables({**report, "synthetic": synthetic}))
