@@ -20,7 +20,7 @@ import torch
 from deployment import deployed
 
 from fedbn.federation.experiment import read_experiment
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = REPOSITORY / "jobs" / "abide_fedbn"
@@ -304,7 +304,7 @@ def in_process():
         torch.set_num_threads(1)
         try:
             experiment = simulation.experiment.changed(**changes)
-            return run_federation(experiment, read_stores(simulation.data, experiment))
+            return run_federation(experiment, read_sites(simulation.data, experiment))
         finally:
             torch.set_num_threads(threads)
 

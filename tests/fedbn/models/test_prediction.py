@@ -401,10 +401,10 @@ def test_the_shared_file_alone_does_not_predict(finished_run, tmp_path):
 
 
 def test_a_store_that_has_changed_since_costs_the_reference_only(
-    finished_run, tmp_path, monkeypatch, make_series_store, rng
+    finished_run, tmp_path, monkeypatch, make_series_store
 ):
     """The default data folder may have been prepared anew; a folder that is named must fit."""
-    make_series_store(tmp_path / "data" / "NYU", "NYU", rng)
+    make_series_store(tmp_path / "data" / "NYU", "NYU", np.random.default_rng(1))
     monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "data"))
     arguments = (
         "export",

@@ -132,7 +132,7 @@ def test_a_new_hospitals_adapted_model_is_judged_by_all_of_its_scans(finished_ru
     tensors, meta = load_checkpoint(finished_run.folder("NYU") / "model.pt", COMPLETE_MODEL)
     values = np.array(store.connectomes, dtype=np.float64)
     for name, value in (("mean", values.mean(axis=0)), ("std", values.std(axis=0))):
-        tensors[f"standardization.{name}"] = torch.from_numpy(value.astype(np.float32))
+        tensors[f"fitted.{name}"] = torch.from_numpy(value.astype(np.float32))
     save_checkpoint(tmp_path / "model.pt", COMPLETE_MODEL, tensors, meta)
     kept = find_kept_model(tmp_path, "NYU")
     facts = site_facts(kept, tmp_path, store)
