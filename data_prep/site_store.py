@@ -27,7 +27,6 @@ import numpy as np
 from data_prep.compatibility import CONNECTOME_SETTINGS, check_compatible, signature_differences
 from data_prep.errors import StoreError
 from data_prep.folds import assign_folds
-from data_prep.units import Unit
 from data_prep.store_folder import (
     DESCRIPTION,
     MISSING,
@@ -37,6 +36,7 @@ from data_prep.store_folder import (
     verify_checksums,
     write_table,
 )
+from data_prep.units import Unit
 
 __all__ = [
     "EDGE_ORDER",

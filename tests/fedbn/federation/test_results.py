@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 from data_prep.site_store import read_site_store
 from fedbn.federation.results import (
@@ -17,7 +18,6 @@ from fedbn.federation.results import (
     without_nan,
 )
 from fedbn.federation.site import Site
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 NAN = math.nan
 

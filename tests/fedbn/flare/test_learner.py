@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 from nvflare.apis.fl_constant import FLMetaKey, ReturnCode
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.app_constant import ValidateType
@@ -26,7 +27,6 @@ from fedbn.federation.site_state import (
 )
 from fedbn.flare.job import to_arrays
 from fedbn.flare.learner import FedBNLearner
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 
 @pytest.fixture

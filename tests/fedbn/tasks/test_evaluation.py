@@ -6,11 +6,6 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-
-from fedbn.core.networks import build_network
 from fedbn.tasks.evaluation import (
     AFTER_TRAINING,
     BEFORE_TRAINING,
@@ -23,6 +18,11 @@ from fedbn.tasks.evaluation import (
     quick_accuracy,
     subject_scores,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedbn.core.networks import build_network
 
 
 def make_network():
