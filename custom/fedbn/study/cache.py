@@ -28,6 +28,7 @@ _OF_A_UNIT = (
     "fold",
     "seed",
     "compare_with_alone",
+    "test_curve",
     "fedbn_version",
     "continues",
 )

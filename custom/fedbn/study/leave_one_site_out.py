@@ -32,7 +32,7 @@ from fedbn.core.batches import TensorSamples
 from fedbn.core.networks import NoHeadError, head_entries
 from fedbn.core.normalization import affine_names, entries, load_entries, statistics_names
 from fedbn.core.training import derive_seed, train_epochs
-from fedbn.federation.experiment import Experiment
+from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import without_nan
 from fedbn.federation.simulation import Federation, federate, read_sites
 from fedbn.federation.site import Site, make_network
@@ -536,7 +536,7 @@ def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommend
     Raises
     ------
     UnseenError
-        If the evidence is of another network or standardisation, or of made-up subjects.
+        If the evidence is of another network or task, or of made-up subjects.
     """
     if evidence is None:
         name = default_start(run)
@@ -595,11 +595,12 @@ def _told(evidence: Mapping[str, Any], name: str, other: str) -> str:
 
 def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
     """Refuse evidence that says nothing of the run; say in what else it is another."""
-    there, here = evidence["experiment"], run.experiment.model_dump(mode="json")
-    for name in ("network", "standardization"):
-        if there.get(name) != here[name]:
+    experiment = validated(evidence["experiment"], "the evidence")
+    there, here = (one.model_dump(mode="json") for one in (experiment, run.experiment))
+    for name in ("network", "task"):
+        if there[name] != here[name]:
             raise UnseenError(
-                f"the evidence is of another {name} ({there.get(name)}) than the run's "
+                f"the evidence is of another {name} ({there[name]}) than the run's "
                 f"({here[name]}); run `fedbn unseen` with the run's own experiment"
             )
     if evidence.get("synthetic") and run.signature and not run.signature.get("synthetic"):
@@ -610,5 +611,5 @@ def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
     here["sites"] = sorted(here["sites"])
     here["training"] = {**here["training"], "proximal_mu": 0.0}  # as the evidence has it
     names = ("sites", "rounds", "training", "aggregation_weights")
-    other = [name for name in names if there.get(name) != here[name]]
+    other = [name for name in names if there[name] != here[name]]
     return [f"mind that the evidence was made with other {' and '.join(other)}"] if other else []
