@@ -190,6 +190,11 @@ class SiteStore:
         checksums = json.dumps(self.description["checksums"], sort_keys=True)
         return hashlib.sha256(checksums.encode()).hexdigest()[:16]
 
+    def stamp(self) -> str:
+        """Return sizes and times of the files: what has another stamp is to be verified."""
+        found = [(self.path / name).stat() for name in (DESCRIPTION, *TABLES_AND_ARRAY)]
+        return " ".join(f"{one.st_size}/{one.st_mtime_ns}" for one in found)
+
     def private_names(self) -> list[str]:
         """Return the participants' ids."""
         return [participant.participant_id for participant in self.participants]

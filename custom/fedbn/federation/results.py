@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.site import TEST, VALIDATION, Site
+from fedbn.federation.site import OF_THE_SITE_ALONE, TEST, VALIDATION, Site
 from fedbn.tasks.base import Scores
 
 BEFORE_TRAINING = "before_training"
@@ -61,7 +61,7 @@ def site_report(
     """
     measure = site.task.measure
     report: dict[str, Any] = {
-        **{key: value for key, value in site.preparation.facts.items() if key != "store"},
+        **{k: v for k, v in site.preparation.facts.items() if k not in OF_THE_SITE_ALONE},
         FEDERATED: measure(final),
         "curve": _curve(site, rounds, TEST),
     }

@@ -40,6 +40,9 @@ FITTED = "fitted."
 
 _FITTED_0_1 = "standardization."
 
+OF_THE_SITE_ALONE = ("store", "stamp")
+"""Facts of a preparation that tell its data from others, and that no report holds."""
+
 TEST, VALIDATION = "test", "validation"
 """Parts of the units that are scored."""
 
@@ -456,6 +459,7 @@ def prepare(name: str, data: SiteData, experiment: Experiment) -> Preparation:
             counts[f"n_{part}_samples"] = int(n_samples[units].sum())
     facts = {
         "store": data.fingerprint(),
+        "stamp": data.stamp(),
         "synthetic": bool(data.synthetic),
         **counts,
         **task.facts(data, split),

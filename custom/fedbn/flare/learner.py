@@ -41,7 +41,7 @@ from fedbn.federation.results import (
     without_nan,
 )
 from fedbn.federation.resume import CONTINUED_FROM, check_not_stale, seed_state
-from fedbn.federation.site import Preparation, Site, make_network
+from fedbn.federation.site import OF_THE_SITE_ALONE, Preparation, Site, make_network
 from fedbn.federation.site_settings import SiteSettings
 from fedbn.federation.site_state import SiteState, SiteStateError, network_fingerprint
 from fedbn.flare.job import (
@@ -230,7 +230,10 @@ class FedBNLearner(ModelLearner):
             data = self._read_data(state.site, verify=prepare)
             preparation = None
             if not prepare:
-                preparation = Preparation.from_tensors(*state.load_preparation(), data)
+                tensors, facts = state.load_preparation()
+                if facts.get("stamp") != data.stamp():  # a copy, or other content: look at it all
+                    data = self._read_data(state.site, verify=True)
+                preparation = Preparation.from_tensors(tensors, facts, data)
             self._site = Site(
                 state.site,
                 data,
@@ -249,7 +252,7 @@ class FedBNLearner(ModelLearner):
 
     def _read_data(self, site: str, *, verify: bool) -> SiteData:
         place = self._store_folder(site)
-        if not place.exists():
+        if not self._load_experiment().task.has_data(place):
             raise DataError(
                 f"site {site!r}: no site store at {place}; name this site's own store in "
                 "local/fedbn_site.yml (data), or make one with `python -m data_prep`; "
@@ -343,7 +346,9 @@ class FedBNLearner(ModelLearner):
         report = {
             "site": site.name,
             "signature": site.data.signature(),
-            "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
+            "facts": {
+                k: v for k, v in site.preparation.facts.items() if k not in OF_THE_SITE_ALONE
+            },
             **facts,
             "versions": versions(),
             SHARES_AFFINE: self._load_settings().share_affine,

@@ -46,7 +46,7 @@ class Metric(NamedTuple):
     in_percent: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
     """What a network said of some units: all that is kept, sent and compared.
 
@@ -80,6 +80,17 @@ class Scores:
         found |= {f"{prefix}column.{name}": values for name, values in self.columns.items()}
         found |= {f"{prefix}fact.{name}": np.array(value) for name, value in self.facts.items()}
         return found | (self.parts.arrays(f"{prefix}parts.") if self.parts else {})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Scores):
+            return NotImplemented
+        here, there = self.arrays(), other.arrays()
+        return here.keys() == there.keys() and all(
+            np.array_equal(array, there[name], equal_nan=array.dtype.kind == "f")
+            for name, array in here.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Scores:
@@ -123,6 +134,10 @@ class Task(BaseModel, ABC):
         return (f"{self.levels[0]}_{self.metrics[0].name}",)
 
     # ------------------------------------------------------------------------------- the data
+
+    def has_data(self, place: Path) -> bool:
+        """Whether a site's data are at a place, whole or not."""
+        return place.exists()
 
     @abstractmethod
     def read(self, place: Path, site: str, *, verify: bool = False) -> SiteData:

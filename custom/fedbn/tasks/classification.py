@@ -418,5 +418,8 @@ def class_targets(samples: Samples) -> torch.Tensor:
     if known is None:
         known = torch.cat([batch.targets for batch in samples.batches(_BATCH)])
     if known.is_floating_point() or known.is_complex() or known.ndim != 1:
-        raise ValueError(f"targets are {known.dtype} {tuple(known.shape)}; classes are integers")
+        raise ValueError(
+            f"targets are {known.dtype} of shape {tuple(known.shape)}; classes are integers, one "
+            "a sample"
+        )
     return known

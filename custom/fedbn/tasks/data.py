@@ -51,6 +51,10 @@ class SiteData(Protocol):
         """Return a digest of the content: the same for a copy, another after any change."""
         ...
 
+    def stamp(self) -> str:
+        """Return what is cheap to see and changes whenever a file is written; a hint alone."""
+        ...
+
     def signature(self) -> dict[str, Any]:
         """Return what must agree between sites; no path and nothing about one unit."""
         ...

@@ -110,7 +110,7 @@ def _folds(data: SiteData, settings: SplitSettings) -> np.ndarray:
         if -1 in folds:
             made_for += f" and {int((folds == -1).sum())} subjects in none"
         raise DataError(
-            f"site {data.site!r}: its data were prepared for {made_for}, but the experiment asks "
-            f"for fold {settings.fold} of {settings.n_folds}; prepare them again for this fold"
+            f"site {data.site!r}: its store was made for {made_for}, but the experiment asks for "
+            f"fold {settings.fold} of {settings.n_folds}; prepare the store again for this fold"
         )
     return folds

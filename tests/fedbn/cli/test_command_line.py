@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fedbn.__main__ import app
 from fedbn.federation.experiment import read_experiment
 from fedbn.federation.results import run_report
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
 
 
@@ -30,7 +30,7 @@ def test_run_prints_the_gain_of_each_site_and_writes_the_results(job, data_root,
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     experiment = read_experiment(job)
-    expected = run_federation(experiment, read_stores(data_root, experiment)).report
+    expected = run_federation(experiment, read_sites(data_root, experiment)).report
     assert results == json.loads(json.dumps(expected))
     assert (
         done.stdout.splitlines()[-1] == f"shared weights: sha256 {results['shared_weights_sha256']}"
@@ -101,7 +101,7 @@ def test_what_a_user_can_mend_is_one_sentence(job, data_root, arguments, sentenc
 @pytest.mark.parametrize("synthetic", [True, False])
 def test_tables_say_when_a_cohort_synthetic(data_root, experiment, synthetic):
     small = experiment()
-    report = run_federation(small, read_stores(data_root, small)).report
+    report = run_federation(small, read_sites(data_root, small)).report
     text = render(run_tables({**report, "synthetic": synthetic}))
     assert text.count(SYNTHETIC.splitlines()[0]) == (2 if synthetic else 0)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
@@ -109,7 +109,7 @@ def test_tables_say_when_a_cohort_synthetic(data_root, experiment, synthetic):
 
 def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment):
     small = experiment()
-    report = run_federation(small, read_stores(data_root, small)).report
+    report = run_federation(small, read_sites(data_root, small)).report
     del report["sites"]["UM"]["curve"][0]
     curve = render(run_tables(report)).splitlines()
     assert any("absent" in line for line in curve)

@@ -10,6 +10,8 @@ from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 from data_prep.site_store import read_site_store
 from fedbn.federation.results import (
+    AFTER_TRAINING,
+    BEFORE_TRAINING,
     FORMAT,
     run_report,
     site_report,
@@ -18,6 +20,7 @@ from fedbn.federation.results import (
     without_nan,
 )
 from fedbn.federation.site import Site
+from fedbn.tasks.classification import make_scores
 
 NAN = math.nan
 
@@ -29,10 +32,11 @@ def site(data_root, experiment):
 
 def probabilities(site, share_right):
     """Predict the first share of test samples right, with some confidence, and the rest wrong."""
-    n = len(site.test_targets)
+    targets, owners = site.test.targets.numpy(), site.test.owners
+    n = len(targets)
     right = np.arange(n) < share_right * n
-    of_autism = np.where(right == (site.test_targets == 1), 0.8, 0.2)
-    return np.stack([1 - of_autism, of_autism], axis=1)
+    of_autism = np.where(right == (targets == 1), 0.8, 0.2)
+    return make_scores(np.stack([1 - of_autism, of_autism], axis=1), targets, owners, parts=True)
 
 
 def reported(site, final=1.0, alone=None, rounds=()):
@@ -42,8 +46,8 @@ def reported(site, final=1.0, alone=None, rounds=()):
         None if alone is None else probabilities(site, alone),
         {
             number: {
-                BEFORE_TRAINING: probabilities(site, before),
-                AFTER_TRAINING: probabilities(site, after),
+                BEFORE_TRAINING: {"test": probabilities(site, before)},
+                AFTER_TRAINING: {"test": probabilities(site, after)},
             }
             for number, before, after in rounds
         },
@@ -71,7 +75,7 @@ def test_without_a_comparison_there_is_no_gain(site):
 def test_a_report_names_no_subject_store_or_path(site):
     text = json.dumps(reported(site, 0.5, 0.5, [(0, 0.5, 0.5)]), allow_nan=False)
     assert "sub-" not in text
-    assert str(site.store.path) not in text
+    assert str(site.data.path) not in text
     assert site.preparation.facts["store"] not in text
 
 

@@ -13,7 +13,7 @@ from data_prep.compatibility import signature_differences
 from data_prep.site_store import DESCRIPTION, DIAGNOSES, SiteStore, read_site_store
 from fedbn.core.batches import TensorSamples
 from fedbn.tasks.classification import ClassificationTask
-from fedbn.tasks.data import DataError, Index, SiteData
+from fedbn.tasks.data import Index, SiteData
 
 _CHUNK = 512
 
@@ -37,12 +37,12 @@ class ConnectomeTask(ClassificationTask):
         """Control and autism."""
         return tuple(DIAGNOSES)
 
+    def has_data(self, place: Path) -> bool:
+        """Whether a store's description is there."""
+        return (place / DESCRIPTION).is_file()
+
     def read(self, place: Path, site: str, *, verify: bool = False) -> SiteStore:
         """Read a site store; see :meth:`fedbn.tasks.base.Task.read`."""
-        if not (place / DESCRIPTION).is_file():  # the reader's sentence names what else is there
-            raise DataError(
-                f"site {site!r}: no site store at {place}; make one with `python -m data_prep`"
-            )
         return read_site_store(place, verify=verify)
 
     def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
