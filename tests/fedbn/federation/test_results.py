@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
 from data_prep.site_store import read_site_store
 from fedbn.federation.results import (
