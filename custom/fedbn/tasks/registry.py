@@ -15,7 +15,10 @@ from fedbn.tasks.base import Task
 ENTRY_POINTS = "fedbn.tasks"
 """Group of entry points by which an installed package brings tasks of its own."""
 
-TASKS = {"connectome": "fedbn.tasks.connectome.task:ConnectomeTask"}
+TASKS = {
+    "connectome": "fedbn.tasks.connectome.task:ConnectomeTask",
+    "tabular": "fedbn.tasks.tabular:TabularTask",
+}
 """Names of the tasks that come with fedbn, to their classes."""
 
 
