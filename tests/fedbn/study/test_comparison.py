@@ -458,7 +458,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(experiment, data_root
         (["--training-share", "half"], "training share 'half' is neither a number"),
         (["--training-share", "USM=0.5"], "training_share names 'USM', which is no site of this"),
         (["--training-share", "UM=0.05"], "site 'UM': training_share 0.05 leaves none of its"),
-        (["--aggregation-weights", "none"], "aggregation_weights: Input should be 'equal' or"),
+        (["--aggregation-weights", "none"], "aggregation_weights: it must be 'equal' or 'samples'"),
         (["--target-loss", "0"], "target loss is 0; it must be a number above 0"),
         (["--data", "no/such/folder"], "NYU"),
         (["--out", "FILE"], "not a folder"),
