@@ -1,4 +1,4 @@
-"""The command line: ``python -m data_prep abide | nifti | synthetic | check``."""
+"""The command line: ``python -m data_prep abide | nifti | images | synthetic | check``."""
 
 import re
 from collections.abc import Sequence
@@ -13,6 +13,9 @@ from rich.table import Table
 from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas
 from data_prep.connectome import ConnectomeSettings
 from data_prep.files import atomic_folder, file_checksum
+from data_prep.images.command import check_image_stores, images, synthetic_images
+from data_prep.images.store import is_image_store
+from data_prep.images.synthetic import SCANNERS, Cohort
 from data_prep.nifti import (
     DEFAULT_SPACE,
     CheckedScan,
@@ -71,7 +74,7 @@ from data_prep.timeseries import (
 )
 
 app = typer.Typer(
-    help="From scans to a site store of connectomes, at each hospital.",
+    help="From scans or images to a site store, at each hospital.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # errors stay one plain sentence
@@ -123,6 +126,9 @@ FoldsOption = Annotated[
     int | None, typer.Option(help="Fix this many folds by subject in the store.")
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write even if nothing has changed.")]
+
+
+app.command(context_settings={"allow_extra_args": True})(images)
 
 
 def parse_sites(text: str, known: Sequence[str]) -> list[str]:
@@ -576,8 +582,11 @@ def _prepare_nifti_site(
 @app.command()
 @one_sentence_errors
 def synthetic(
+    context: typer.Context,
     out: OutOption = None,
-    sites: Annotated[str, typer.Option(help="Sites, separated by commas.")] = ",".join(SITES),
+    sites: Annotated[
+        str | None, typer.Option(help="Sites, separated by commas.", show_default="all four")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the cohort, and of folds if any.")] = 0,
     subjects: Annotated[
         int | None,
@@ -592,15 +601,21 @@ def synthetic(
     estimator: EstimatorOption = "ledoit-wolf",
     negative: NegativeOption = "keep",
     folds: FoldsOption = None,
+    images: Annotated[
+        bool, typer.Option("--images", help="Make images with masks and classes, no connectomes.")
+    ] = False,
+    dim: Annotated[int, typer.Option(help="With --images: 2 or 3.")] = 2,
     force: ForceOption = False,
 ) -> None:
     """Make site stores of a made-up cohort of four hospitals, labelled synthetic."""
-    names = parse_sites(sites, list(SITES))
+    known = list(SCANNERS if images else SITES)
+    names = parse_sites(sites or ",".join(known), known)
     with usage_errors():
         if subjects is not None and subjects < 1:
             raise ValueError(f"subjects is {subjects}; at least 1 is needed")
         if seed < 0:
             raise ValueError(f"seed is {seed}; it must not be negative")
+        cohort = Cohort(dim, seed, subjects, not no_shift)
         preparation = Preparation(
             settings=ConnectomeSettings(
                 "correlation",
@@ -613,6 +628,9 @@ def synthetic(
             folds=_fold_plan(folds, None, seed),
         )
     root = out or default_data_root()
+    if images:
+        synthetic_images(context, root, names, cohort, force=force)
+        return
     report = SiteReport()
     for name in names:
         n_subjects = subjects or SITES[name].n_subjects
@@ -742,6 +760,9 @@ def check(
         if folds:
             FoldPlan(folds, 0)
     paths = [path for folder in folders for path in (find_site_stores(folder) or [folder])]
+    if any(map(is_image_store, paths)):
+        check_image_stores(paths, folds, quick=quick)
+        return
     stores = []
     with progress_bar("checking", len(paths)) as step:
         for path in paths:

@@ -287,6 +287,8 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} is not the description of a site store: it states no format_version; "
             "make the store again"
         )
+    if description.get("store") == "images":
+        raise StoreError(f"{folder} is a store of images; name one of connectomes")
     if description["format_version"] != FORMAT_VERSION:
         raise StoreError(
             f"{file} has store format {description['format_version']!r}, this version reads "

@@ -73,7 +73,11 @@ def verify_checksums(
 
 @contextmanager
 def new_store(
-    folder: Path, site: str, files: Sequence[str], description: dict[str, Any]
+    folder: Path,
+    site: str,
+    files: Sequence[str],
+    description: dict[str, Any],
+    also: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Give a temporary folder to write a store to; it takes the store's place at the end.
 
@@ -88,6 +92,8 @@ def new_store(
         What is written besides the description; each gets its checksum.
     description : dict
         Written last, as it is by then, with ``checksums``.
+    also : sequence of str
+        Folders in it that have no checksum of their own.
 
     Yields
     ------
@@ -98,7 +104,7 @@ def new_store(
     StoreError
         If the place holds something else, another run is writing there, or the disk is full.
     """
-    refuse_foreign_folder(folder, files)
+    refuse_foreign_folder(folder, [*files, *also])
     with atomic_folder(folder, private=True) as temporary:
         yield temporary
         description["checksums"] = {name: file_checksum(temporary / name) for name in files}
