@@ -119,8 +119,11 @@ def refuse_foreign_folder(folder: Path, of_a_store: Iterable[str]) -> None:
             raise StoreError(f"{place} is a file; choose another place for the store")
     # A BIDS data set has a description too, and must never be taken for an old store.
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    foreign = {n for n in names if n[0] != "."} - {*of_a_store, DESCRIPTION}
     if names and (
-        DESCRIPTION not in names or {n for n in names if n[0] != "."} - {*of_a_store, DESCRIPTION}
+        foreign
+        or DESCRIPTION not in names
+        or b'"format_version"' not in (folder / DESCRIPTION).read_bytes()
     ):
         raise StoreError(
             f"{folder} holds something that is not a site store; choose another place or empty it"

@@ -27,6 +27,7 @@ __all__ = [
     "find_images",
     "read_datalist",
     "read_table_column",
+    "refuse_gaps",
     "refuse_two_sides",
     "stem",
 ]
@@ -334,14 +335,8 @@ def _refuse_twice(what: str, entries: Sequence[Entry]) -> None:
         raise StoreError(f"{what} names {both[0]} as an image and as a label; correct the list")
 
 
-def refuse_two_sides(entries: Sequence[Entry]) -> None:
-    """Refuse a patient who is in two sections or folds, and folds or patients given to some only.
-
-    Parameters
-    ----------
-    entries : sequence of Entry
-        After all tables.
-    """
+def refuse_gaps(entries: Sequence[Entry]) -> None:
+    """Refuse folds or patients that are given for some images only."""
     for field in ("participant_id", "fold"):
         part = [e for e in entries if field != "fold" or e.section == "training"]
         without = [e.name for e in part if getattr(e, field) is None]
@@ -350,11 +345,14 @@ def refuse_two_sides(entries: Sequence[Entry]) -> None:
                 f"{len(without)} of {len(part)} images have no {field} ({some_of(without, 3)}); "
                 "give it for all of them or for none"
             )
+
+
+def refuse_two_sides(entries: Sequence[Entry]) -> None:
+    """Refuse a patient who is in two sections or folds."""
     for field in ("section", "fold"):
         sides: dict[str, set[Any]] = {}
         for entry in entries:
-            if entry.participant_id is not None:
-                sides.setdefault(entry.participant_id, set()).add(getattr(entry, field))
+            sides.setdefault(str(entry.participant_id), set()).add(getattr(entry, field))
         both = {who: found for who, found in sides.items() if len(found) > 1}
         if both:
             who, found = next(iter(both.items()))

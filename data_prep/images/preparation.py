@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from data_prep.errors import StoreError, some_of
 from data_prep.files import recover_folder
-from data_prep.images.datalist import DataList, Entry, LeftOut, refuse_two_sides, stem
+from data_prep.images.datalist import DataList, Entry, LeftOut, refuse_gaps, refuse_two_sides, stem
 from data_prep.images.intensity import PIECE, Histogram, label_counts
 from data_prep.images.reading import Image, ImageError, file_format, read_image, read_mask
 from data_prep.images.store import (
@@ -36,6 +37,9 @@ AFFINE_TOLERANCE = 0.1
 FEW_PATIENTS = 10
 # Spacings of one site that differ by more than this factor are said.
 SPACING_RATIO = 2.0
+# How it is known whose an image is, as the description states it.
+BY_NAME, BY_IMAGE = "sub-<label> of the images' names", "each image counts as a patient"
+SUBJECT = re.compile(r"(?:^|/)(sub-[A-Za-z0-9]+)")
 QUANTILES = {"p01": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99}
 
 
@@ -141,8 +145,9 @@ def prepare_images(
         If no image is left, or the images do not fit together.
     """
     step = progress or (lambda: None)
-    refuse_two_sides(datalist.entries)
-    entries, by_image = _with_patients(datalist.entries)
+    refuse_gaps(datalist.entries)
+    entries, patients = _with_patients(datalist.entries)
+    refuse_two_sides(entries)
     sums = {}
     for entry in entries:
         files = (*entry.files, *([entry.label] if entry.label else []))
@@ -184,7 +189,7 @@ def prepare_images(
     summary = _summary(found, settings)
     notes = [
         *notes,
-        *_notes(images, settings, summary, by_image=by_image, not_read=datalist.not_read),
+        *_notes(images, settings, summary, patients=patients, not_read=datalist.not_read),
     ]
     store = write_image_store(
         folder,
@@ -204,7 +209,7 @@ def prepare_images(
             "labels": _keys(settings.label_names),
             "label_map": {str(old): new for old, new in settings.label_map.items()},
             "classes": settings.class_names and list(settings.class_names),
-            "patients": "each image counts as a patient" if by_image else "participant_id",
+            "patients": patients,
             "counts": {
                 "found": len(entries) + len(left_out),
                 "left_out": len(out),
@@ -229,15 +234,19 @@ def _keys(names: Mapping[int, str | None] | None) -> dict[str, str | None] | Non
     return None if names is None else {str(key): name for key, name in names.items()}
 
 
-def _with_patients(entries: Sequence[Entry]) -> tuple[list[Entry], bool]:
-    """Let each image be its own patient where no patient is known."""
+def _with_patients(entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+    """Give each image its patient, and say how: by the list, by BIDS names, or each its own."""
     if all(entry.participant_id is not None for entry in entries):
-        return list(entries), False
+        return list(entries), "participant_id"
+    named = [SUBJECT.findall(entry.name) for entry in entries]
+    if all(named):
+        who = [labels[-1] for labels in named]
+        return [replace(e, participant_id=w) for e, w in zip(entries, who, strict=True)], BY_NAME
     short = Counter(stem(entry.name) for entry in entries)
     return [
         replace(e, participant_id=stem(e.name) if short[stem(e.name)] == 1 else e.name)
         for e in entries
-    ], True
+    ], BY_IMAGE
 
 
 def _fingerprint(site: str, entries: Sequence[Entry], *content: Any) -> str:
@@ -525,21 +534,23 @@ def _notes(
     settings: ImageSettings,
     summary: Mapping[str, Any],
     *,
-    by_image: bool,
+    patients: str,
     not_read: int,
 ) -> list[str]:
     """Say what is allowed and yet worth a look."""
     notes = []
-    patients = len({image.participant_id for image in images})
-    if by_image:
+    n_patients = len({image.participant_id for image in images})
+    if patients == BY_IMAGE:
         notes.append(
             "each image counts as a patient of its own, since nothing says whose it is; where a "
             "patient has several, one may stand on both sides of a split, and scores come out too "
             "high: write participant_id into the list, or give --participants"
         )
-    if patients < FEW_PATIENTS:
+    elif patients == BY_NAME:
+        notes.append(f"{n_patients} patients, by the sub-<label> in the images' names")
+    if n_patients < FEW_PATIENTS:
         notes.append(
-            f"{patients} patient(s) only: they can hardly be divided for training and test"
+            f"{n_patients} patient(s) only: they can hardly be divided for training and test"
         )
     if not_read:
         notes.append(

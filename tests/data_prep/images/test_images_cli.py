@@ -497,6 +497,20 @@ def test_another_folder_is_never_replaced(call, laboratory, tmp_path):
     assert "holds something that is not a site store" in output
 
 
+def test_a_data_set_with_files_of_a_store_s_names_is_never_replaced(call, laboratory, tmp_path):
+    laboratory.root.rename(tmp_path / "LAB")
+    (tmp_path / "LAB" / "image").rename(tmp_path / "LAB" / "images")
+    (tmp_path / "LAB" / "label").rename(tmp_path / "LAB" / "images" / "label")
+    (tmp_path / "LAB" / "dataset_description.json").write_text('{"Name": "x", "BIDSVersion": "1"}')
+    for command in (["images", "--images", f"{tmp_path}/LAB/images/*.png", "--site", "LAB"],
+                    ["synthetic", "--images", "--sites", "WEST"]):  # fmt: skip
+        if command[0] == "synthetic":
+            (tmp_path / "LAB").rename(tmp_path / "WEST")
+        output = call(*command, "--out", tmp_path, code=1)
+        assert "holds something that is not a site store" in output
+    assert len(list((tmp_path / "WEST" / "images").glob("*.png"))) == 4
+
+
 def test_arrays_of_numpy_are_read_with_their_channels(call, tmp_path):
     rng = np.random.default_rng(0)
     for k in range(3):
