@@ -9,30 +9,28 @@ import typer
 
 from data_prep.site_store import default_data_root
 from fedbn.cli.common import (
+    Changes,
+    ChangesFile,
     DataRoot,
+    ExperimentCommand,
     Job,
     app,
-    changed,
+    changed_experiment,
     check_writable,
     one_sentence,
     progress_bar,
     screen,
 )
-from fedbn.federation.experiment import read_experiment
 from fedbn.federation.site_state import write_json
 
 
-@app.command()
+@app.command(cls=ExperimentCommand)
 def run(
     job: Job,
     data: DataRoot = None,
-    policy: Annotated[
-        str | None, typer.Option(help="fedbn, silobn or none (FedAvg), in place of the job's.")
-    ] = None,
-    fold: Annotated[int | None, typer.Option(help="Fold to hold out.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write results.json here.")] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
 ) -> None:
     """Run a job's experiment inside this process: the same numbers as in FLARE, no transport."""
     with one_sentence():
@@ -44,9 +42,7 @@ def run(
         from fedbn.report.tables import run_tables
 
         torch.set_num_threads(1)  # as in the job: the same bits
-        experiment = changed(
-            read_experiment(job), policy=policy, fold=fold, seed=seed, rounds=rounds
-        )
+        experiment = changed_experiment(job, changes, changes_file)
         if experiment.continues is not None:
             raise ValueError(
                 f"{job} continues job {experiment.continues.job}, whose batch norm is at the "
