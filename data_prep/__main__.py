@@ -63,7 +63,13 @@ from data_prep.sources import (
 )
 from data_prep.store_folder import refuse_foreign_folder
 from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
-from data_prep.terminal import one_sentence_errors, progress_bar, screen, usage_errors
+from data_prep.terminal import (
+    one_sentence_errors,
+    progress_bar,
+    screen,
+    show_any_text,
+    usage_errors,
+)
 from data_prep.timeseries import (
     CONFOUND_PRESETS,
     DEFAULT_CONFOUNDS,
@@ -74,6 +80,7 @@ from data_prep.timeseries import (
 )
 
 app = typer.Typer(
+    callback=show_any_text,
     help="From scans or images to a site store, at each hospital.",
     no_args_is_help=True,
     add_completion=False,

@@ -20,10 +20,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from data_prep.terminal import show_any_text
 from fedbn.federation.changes import parse_changes, read_changes, with_changes
 from fedbn.federation.experiment import Experiment, read_experiment
 
 app = typer.Typer(
+    callback=show_any_text,
     help="Federated learning in which every hospital keeps its own batch norm.",
     no_args_is_help=True,
     add_completion=False,
@@ -129,11 +131,6 @@ def changed_experiment(
         if path.partition(".")[0] in decided:
             raise ValueError(f"{path}: this command decides it for each of its runs; leave it out")
     return with_changes(read_experiment(job).changed(**first), given)
-
-
-@app.callback()
-def _main() -> None:
-    """Federated learning in which every hospital keeps its own batch norm."""
 
 
 def check_writable(out: Path) -> None:

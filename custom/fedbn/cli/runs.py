@@ -52,11 +52,11 @@ def run(
         with progress_bar() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))
+        if out is not None:
+            write_json(out, result.report)
         for table in run_tables(result.report):
             screen.print(table)
         typer.echo(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
-        if out is not None:
-            write_json(out, result.report)
 
 
 @app.command()

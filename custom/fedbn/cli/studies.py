@@ -88,9 +88,10 @@ def compare(
         text = render(tables, width=width(summary)) + "\n" + "\n".join(sentences) + "\n"
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
+        store = None if track is None else tracking.track(out)
         typer.echo(text, nl=False)
-        if track is not None:
-            typer.echo(f"MLflow store: {tracking.track(out)}")
+        if store is not None:
+            typer.echo(f"MLflow store: {store}")
 
 
 @app.command(cls=ExperimentCommand)
@@ -160,11 +161,11 @@ def explain(
         text = render([edge_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
-        typer.echo(text, nl=False)
         if draw:
             for picture in pictures(found):
                 with atomic_write(out / f"{picture.name}.png") as file:
                     file.write(picture.png)
+        typer.echo(text, nl=False)
         typer.echo(f"all edges: {out / explanation.EDGES_FILE}")
 
 

@@ -188,7 +188,7 @@ def continue_job(
             _write_experiment(folder / app / "config" / EXPERIMENT_FILE, experiment)
         _set_server(folder / server_app / "config" / "config_fed_server.json", min_sites)
         if min_sites is not None:
-            meta = json.loads((folder / "meta.json").read_text())
+            meta = json.loads((folder / "meta.json").read_bytes())
             write_json(folder / "meta.json", {**meta, "min_clients": min_sites})
         folder.rename(out)
     finally:
@@ -324,14 +324,14 @@ def _server_app(folder: Path, experiment: Experiment) -> str:
     if experiment.algorithm.name not in ("scaffold", "clustered"):
         return _APP
     shutil.copytree(folder / _APP, folder / _SERVER_APP)
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_bytes())
     meta["deploy_map"] = {_SERVER_APP: ["server"], _APP: list(experiment.sites)}
     write_json(folder / "meta.json", meta)
     return _SERVER_APP
 
 
 def _write_experiment(path: Path, experiment: Experiment) -> None:
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_bytes())
     changed = experiment.model_dump(mode="json", include={"rounds", "continues"})
     write_json(path, {**content, **changed})
 
@@ -339,7 +339,7 @@ def _write_experiment(path: Path, experiment: Experiment) -> None:
 def _set_server(path: Path, min_sites: int | None) -> None:
     """Have the persistor start from the saved weights, and the workflow take another quorum."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         components = [*content["components"], *content["workflows"]]
         (persistor,) = (c for c in components if c["path"].endswith(f".{_PERSISTOR}"))
         persistor.setdefault("args", {})["initial_weights"] = INITIAL_WEIGHTS
