@@ -33,6 +33,8 @@ LABELS: Mapping[int, str | None] = {0: "background", 1: "organ", 2: "core"}
 CLASSES = ("round", "lobed")
 # Voxels along an axis, and how brightness 1 is stored.
 SIZE, SCALE = {2: 64, 3: 32}, {2: 255, 3: 1000}
+# Organ and core are larger in 3D, where a voxel is twice as long.
+LARGER = {2: 1.0, 3: 1.35}
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,11 @@ def _anatomy(
     grid = np.stack(np.meshgrid(*[axis] * dim, indexing="ij"), axis=-1)
     tissue = _blob(grid, rng.uniform(-0.05, 0.05, dim), rng.uniform(0.75, 0.85, dim))
     place = rng.uniform(-0.2, 0.2, dim)
-    organ = _blob(grid, place, rng.uniform(0.42, 0.55, dim), 0.06, rng.uniform(0, 6))
+    organ = _blob(grid, place, LARGER[dim] * rng.uniform(0.42, 0.55, dim), 0.06, rng.uniform(0, 6))
     core = _blob(
         grid,
         place + rng.uniform(-0.08, 0.08, dim),
-        rng.uniform(0.22, 0.3) * np.ones(dim),
+        LARGER[dim] * rng.uniform(0.22, 0.3) * np.ones(dim),
         0.4 if lobed else 0.0,
         rng.uniform(0, 6),
     )
@@ -207,6 +209,6 @@ def _save(stem: Path, array: np.ndarray, voxel: float) -> str:
         import nibabel
 
         file = stem.parent / f"{stem.name}.nii.gz"
-        kind = np.uint8 if array.max() < 3 else np.int16
+        kind = np.uint8 if array.dtype == np.uint8 else np.int16
         nibabel.save(nibabel.Nifti1Image(array.astype(kind), np.diag([voxel] * 3 + [1.0])), file)
     return file.name
