@@ -58,6 +58,10 @@ def signature_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[st
         "preprocessing": "preprocessing",
         "synthetic": "synthetic",
     }
+    if a.get("window_seconds") is not None or b.get("window_seconds") is not None:
+        # Other repetition times, other numbers of volumes.
+        del names["window"]
+        names["window_seconds"] = "window in seconds"
     differences = [
         f"{name}: {_show(a.get(key))} and {_show(b.get(key))}"
         for key, name in names.items()

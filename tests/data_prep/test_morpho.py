@@ -11,7 +11,7 @@ from scipy import ndimage
 pytest.importorskip("skimage", reason="scikit-image is not installed (the extra paper)")
 
 from data_prep import morpho
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
+from data_prep.errors import SourceError
 from data_prep.quality import silent_rois
+from data_prep.roi_files import read_roi_file
 from data_prep.site_store import (
     EDGE_ORDER,
     SiteStore,
@@ -31,7 +33,6 @@ from data_prep.site_store import (
     read_site_store,
     signature_differences,
 )
-from data_prep.sources import SourceError, read_roi_file
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.site import prepare
 from fedbn.models.bundle import Bundle
