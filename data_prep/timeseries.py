@@ -194,9 +194,9 @@ class RoiSeries:
 
 
 def check_tr(tr: float | None) -> None:
-    """Raise a SourceError for a repetition time that no functional scan has; None is to be found."""
+    """Raise a SourceError for a repetition time that no scan has; None is one to be found."""
     if tr is not None and not TR_RANGE[0] <= tr <= TR_RANGE[1]:
-        raise SourceError(f"tr is {tr:g} s, which no functional scan has; it is in seconds")
+        raise SourceError(f"--tr is {tr:g} s, which no functional scan has; it is in seconds")
 
 
 def open_scan(file: Path) -> Any:
