@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,14 @@ from data_prep.errors import StoreError, some_of
 from data_prep.files import recover_folder
 from data_prep.images.datalist import DataList, Entry, LeftOut, refuse_gaps, refuse_two_sides, stem
 from data_prep.images.intensity import PIECE, Histogram, label_counts
-from data_prep.images.reading import Image, ImageError, file_format, read_image, read_mask
+from data_prep.images.reading import (
+    AFFINE_TOLERANCE,
+    Image,
+    ImageError,
+    file_format,
+    read_image,
+    read_mask,
+)
 from data_prep.images.store import (
     FORMAT_VERSION,
     ImageStore,
@@ -31,8 +37,6 @@ from data_prep.images.store import (
 
 __all__ = ["ImageSettings", "prepare_images"]
 
-# A mask's grid may be this far from its image's, in voxels, at the corner where it is farthest.
-AFFINE_TOLERANCE = 0.1
 # Patients below which a site is told that it can hardly be divided.
 FEW_PATIENTS = 10
 # Spacings of one site that differ by more than this factor are said.
@@ -356,18 +360,10 @@ def _unlike(image: Image, mask: Image) -> tuple[str, str] | None:
     sizes = ["x".join(map(str, part.array.shape[1:])) for part in (image, mask)]
     if sizes[0] != sizes[1]:
         return "mask of another size", f"is {sizes[0]}, its mask {sizes[1]}"
-    if image.affine is None or mask.affine is None:
+    if (voxels := image.apart(mask)) <= AFFINE_TOLERANCE:
         return None
-    ends = [(0, n - 1) for n in (*image.array.shape[1:], 1)[:3]]
-    corners = np.array([(*corner, 1.0) for corner in product(*ends)])
-    apart = np.linalg.norm(corners @ (image.affine - mask.affine).T, axis=1).max()
-    voxels = apart / min(image.spacing or (1.0,))
-    if voxels <= AFFINE_TOLERANCE:
-        return None
-    return (
-        "mask of another affine",
-        f"lies elsewhere than its mask: up to {apart:.3g} mm ({voxels:.2g} voxels) apart",
-    )
+    detail = f"lies elsewhere than its mask: up to {voxels:.2g} voxels apart"
+    return "mask of another affine", detail
 
 
 # -------------------------------------------------------------------------------- images together

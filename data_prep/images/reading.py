@@ -7,16 +7,27 @@ Axes come in MONAI's order: channels first, then x, y (and z); a picture of W x 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CHANNEL_AXES", "Image", "ImageError", "file_format", "read_image", "read_mask"]
+__all__ = [
+    "AFFINE_TOLERANCE",
+    "CHANNEL_AXES",
+    "Image",
+    "ImageError",
+    "file_format",
+    "read_image",
+    "read_mask",
+]
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 CHANNEL_AXES = ("none", "first", "last")
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
+# A grid may be this far from another, in voxels, at the corner where it is farthest.
+AFFINE_TOLERANCE = 0.1
 # Slices of a series may be this far from even steps, as a share of the step.
 UNEVEN = 0.01
 
@@ -42,6 +53,18 @@ class Image:
     array: np.ndarray
     affine: np.ndarray | None
     stored_as: str
+
+    def apart(self, other: "Image") -> float:
+        """Return how far the farthest corner of an equally large grid lies from this one's.
+
+        In voxels of the smallest side; 0 where one of them has no affine.
+        """
+        if self.affine is None or other.affine is None:
+            return 0.0
+        ends = [(0, n - 1) for n in (*self.array.shape[1:], 1)[:3]]
+        corners = np.array([(*corner, 1.0) for corner in product(*ends)])
+        away = np.linalg.norm(corners @ (self.affine - other.affine).T, axis=1).max()
+        return float(away / min(self.spacing or (1.0,)))
 
     @property
     def spacing(self) -> tuple[float, ...] | None:
@@ -98,6 +121,8 @@ def read_image(paths: Path | Sequence[Path], *, channel_axis: str = "none") -> I
     shapes = {part.array.shape for part in parts}
     if len(shapes) > 1 or next(iter(shapes))[0] != 1:
         raise ImageError(f"is made of files of the shapes {sorted(shapes)}; one channel each")
+    if any(parts[0].apart(part) > AFFINE_TOLERANCE for part in parts):
+        raise ImageError("is made of files that lie at different places, by their affines")
     array = np.concatenate([part.array for part in parts])
     return Image(array, parts[0].affine, parts[0].stored_as)
 

@@ -227,7 +227,7 @@ def cut_off(volumes):
 @pytest.mark.parametrize(
     ("spoil", "reason", "words"),
     [
-        (lambda v: shifted(v, 0.6), "mask of another affine", "up to 0.6 mm (0.6 voxels) apart"),
+        (lambda v: shifted(v, 0.6), "mask of another affine", "up to 0.6 voxels apart"),
         (flipped, "mask of another affine", "lies elsewhere than its mask"),
         (not_finite, "not finite", "has 2 value(s) that are not finite"),
         (cut_off, "image cannot be used", "damaged or cut off"),

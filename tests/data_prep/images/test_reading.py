@@ -126,6 +126,19 @@ def test_channels_of_arrays_and_of_several_files_are_monai_s(tmp_path, rng):
         np.testing.assert_array_equal(image.array.astype(np.float32), expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "shift", "words"),
+    [((5, 6, 4), 0.5, "different places"), ((5, 6, 3), 0, "of the shapes")],
+)
+def test_channels_of_another_size_or_place_make_no_image(tmp_path, rng, shape, shift, words):
+    first = save_nifti(tmp_path / "a.nii", rng.normal(size=(5, 6, 4)))
+    affine = np.diag([2.0, 1.0, 0.5, 1.0])
+    affine[2, 3] = shift
+    second = save_nifti(tmp_path / "b.nii", rng.normal(size=shape), affine)
+    with pytest.raises(ImageError, match=words):
+        read_image([first, second])
+
+
 def test_reading_does_not_import_monai_or_torch(tmp_path, rng):
     Pillow.fromarray(rng.integers(0, 256, (9, 7), np.uint8)).save(tmp_path / "a.png")
     code = (
