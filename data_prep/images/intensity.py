@@ -55,11 +55,14 @@ class Histogram:
             exponent += 1
         first = int(low // 2.0**exponent)
         counts = np.zeros(int(high // 2.0**exponent) - first + 1, dtype=np.int64)
-        flat = values.reshape(-1)
+        flat = values.ravel(order="K")
         for begin in range(0, flat.size, PIECE):
-            piece = flat[begin : begin + PIECE].astype(np.float64) / 2.0**exponent
-            bins = np.floor(piece).astype(np.int64) - first
-            counts += np.bincount(bins, minlength=len(counts))
+            piece = flat[begin : begin + PIECE]
+            if values.dtype.kind == "f":
+                bins = np.floor(piece.astype(np.float64) / 2.0**exponent).astype(np.int64)
+            else:
+                bins = piece.astype(np.int64) >> exponent
+            counts += np.bincount(bins - first, minlength=len(counts))
         return cls(exponent, first, counts)
 
     def coarser(self, exponent: int) -> "Histogram":
@@ -132,7 +135,7 @@ def distance(a: Histogram, b: Histogram) -> float:
 
 def label_counts(mask: np.ndarray) -> dict[int, int]:
     """Return how many voxels each label id of a mask has; uint16, any shape."""
-    flat = mask.reshape(-1)
+    flat = mask.ravel(order="K")
     total = np.zeros(1 << 16, dtype=np.int64)
     for begin in range(0, flat.size, PIECE):
         total += np.bincount(flat[begin : begin + PIECE], minlength=len(total))

@@ -340,7 +340,7 @@ def _checksum(array: np.ndarray) -> str:
 def _intensity(array: np.ndarray, histogram: Histogram) -> dict[str, float]:
     """Summarise the values of all channels together."""
     mean = float(array.mean(dtype=np.float64))
-    flat = array.reshape(-1)
+    flat = array.ravel(order="K")
     squares = 0.0
     for begin in range(0, flat.size, PIECE):
         piece = flat[begin : begin + PIECE].astype(np.float64) - mean
