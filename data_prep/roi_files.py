@@ -55,7 +55,7 @@ def rois_of(file: Path) -> list[tuple[str, str]]:
     SourceError
         If there is no header, or it names an ROI twice or not at all.
     """
-    if file.suffix == ".npy":
+    if file.suffix.lower() == ".npy":
         raise SourceError(f"{file.name} names no ROIs; give their table with --rois")
     ids = _header(file.name, text_lines(file, ""))[0]
     if len(ids) < 2:
@@ -91,7 +91,11 @@ def read_roi_file(
         is not a finite number; the message names the file and the place.
     """
     data = file.read_bytes() if content is None else content
-    series = _of_npy(file.name, data, rois) if file.suffix == ".npy" else _of_text(file, data, rois)
+    series = (
+        _of_npy(file.name, data, rois)
+        if file.suffix.lower() == ".npy"
+        else _of_text(file, data, rois)
+    )
     if not len(series):
         raise SourceError(f"{file.name} has a header and no time point; get the file again")
     if not np.isfinite(series).all():
@@ -159,7 +163,7 @@ def _of_npy(name: str, data: bytes, rois: Rois) -> np.ndarray:
 def _of_text(file: Path, data: bytes, rois: Rois) -> np.ndarray:
     name = file.name
     lines = text_lines(file, "", content=data)
-    if file.suffix == ".1D" and not data.endswith((b"\n", b"\r")):
+    if file.suffix.lower() == ".1d" and not data.endswith((b"\n", b"\r")):
         raise SourceError(f"{name} is cut off: its last line has no end; get the file again")
     ids, delimiter = _header(name, lines)
     order = _column_order(name, ids, rois)
@@ -198,9 +202,9 @@ def _refuse_no_number(where: str, ids: Sequence[str], fields: Sequence[str]) -> 
 
 def _header(name: str, lines: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the ids in the header, and what separates them."""
-    delimiter = None if name.endswith(".1D") else delimiter_of(lines[0])
+    delimiter = None if name.lower().endswith(".1d") else delimiter_of(lines[0])
     ids = [i.lstrip("#").strip() for i in split_line(lines[0], delimiter, f"{name}, line 1")]
-    if name.endswith(".1D") and not lines[0].startswith("#"):
+    if name.lower().endswith(".1d") and not lines[0].startswith("#"):
         raise SourceError(f"{name} has no header line of ROI ids (#10 #11 ...)")
     if "" in ids:
         raise SourceError(
