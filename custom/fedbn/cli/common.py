@@ -50,6 +50,8 @@ DataRoot = Annotated[
 
 
 SHORT_NAMES = {
+    "--name": "name",
+    "--sites": "sites",
     "--rounds": "rounds",
     "--fold": "fold",
     "--folds": "n_folds",
@@ -106,7 +108,7 @@ def changed_experiment(
     changes: Iterable[str] | None,
     file: Path | None,
     decided: Collection[str] = (),
-    **first: object,
+    start: Callable[[Experiment], Experiment] = lambda experiment: experiment,
 ) -> Experiment:
     """Read a job's experiment, with what was given on the command line.
 
@@ -118,8 +120,8 @@ def changed_experiment(
         Of ``--set`` and ``--set-file``.
     decided
         Fields that the command decides by itself: to set them would have no effect.
-    **first
-        Fields to change before.
+    start
+        What the command makes of the job's experiment before.
 
     Raises
     ------
@@ -130,7 +132,7 @@ def changed_experiment(
     for path in given:
         if path.partition(".")[0] in decided:
             raise ValueError(f"{path}: this command decides it for each of its runs; leave it out")
-    return with_changes(read_experiment(job).changed(**first), given)
+    return with_changes(start(read_experiment(job)), given)
 
 
 def check_writable(out: Path) -> None:

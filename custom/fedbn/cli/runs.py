@@ -1,4 +1,4 @@
-"""``run``, ``results``, ``report``, ``resume``: one experiment, and what a finished run says."""
+"""``run``, ``job``, ``results``, ``report``, ``resume``: one experiment, and what a run says."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fedbn.cli.common import (
     progress_bar,
     screen,
 )
+from fedbn.federation.experiment import Experiment
 from fedbn.federation.site_state import write_json
 
 
@@ -57,6 +58,37 @@ def run(
         for table in run_tables(result.report):
             screen.print(table)
         typer.echo(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
+
+
+@app.command(name="job", cls=ExperimentCommand)
+def make_job(
+    job: Job,
+    out: Annotated[Path, typer.Option(help="The new job folder.")],
+    method: Annotated[
+        str | None, typer.Option(help="A method that FLARE can run, in place of the job's own.")
+    ] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
+) -> None:
+    """Write the FLARE job folder of another method or other settings, wired like a job."""
+    with one_sentence():
+        from fedbn.core.networks import check_allowed
+        from fedbn.federation.job_folder import job_name, write_job
+        from fedbn.study.methods import flare_experiment
+
+        def start(experiment: Experiment) -> Experiment:
+            found = experiment if method is None else flare_experiment(method, experiment)
+            return found.changed(name=job_name(out))
+
+        experiment = changed_experiment(job, changes, changes_file, ("continues",), start)
+        for line in write_job(job, out, experiment):
+            typer.echo(line)
+        n_sites = len(experiment.sites)
+        typer.echo(f"{out}: run it with `nvflare simulator {out} -n {n_sites}`, or submit it")
+        try:
+            check_allowed(experiment.network.name, ())
+        except ValueError as error:
+            typer.echo(str(error))
 
 
 @app.command()

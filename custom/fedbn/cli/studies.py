@@ -20,10 +20,16 @@ from fedbn.cli.common import (
     one_sentence,
     runs_progress,
 )
+from fedbn.federation.experiment import Experiment
 from fedbn.federation.site_state import atomic_write, write_json
 
 DECIDED = ("fold", "seed", "policy", "algorithm", "finetune")
 """Fields that methods, seeds and folds decide."""
+
+
+def _first_fold(experiment: Experiment) -> Experiment:
+    """All folds are run, whichever of how many the job holds out."""
+    return experiment.changed(fold=0)
 
 
 @app.command(cls=ExperimentCommand)
@@ -66,7 +72,7 @@ def compare(
             from fedbn.report import tracking
 
             tracking.check_tracker(track)
-        experiment = changed_experiment(job, changes, changes_file, DECIDED, fold=0)
+        experiment = changed_experiment(job, changes, changes_file, DECIDED, _first_fold)
         names = [name.strip() for name in methods.split(",") if name.strip()]
         plan = comparison.plan_comparison(
             experiment, names, seeds, reference, target_loss=target_loss
@@ -149,7 +155,7 @@ def explain(
         from fedbn.study import explanation
 
         torch.set_num_threads(1)  # as in every run: the same bits
-        experiment = changed_experiment(job, changes, changes_file, ("fold",), fold=0)
+        experiment = changed_experiment(job, changes, changes_file, ("fold",), _first_fold)
         stores = read_stores(data or default_data_root(), experiment, verify=True)
         explanation.check_out(out)
         with runs_progress() as on_run:
