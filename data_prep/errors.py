@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["SourceError", "StoreError", "some_of"]
+__all__ = ["SourceError", "StoreError", "TooSmallError", "some_of"]
 
 
 class SourceError(ValueError):
@@ -11,6 +11,10 @@ class SourceError(ValueError):
 
 class StoreError(ValueError):
     """A site store, or what should become one, is not usable."""
+
+
+class TooSmallError(StoreError):
+    """A site has too few subjects for what is asked."""
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

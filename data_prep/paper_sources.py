@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError
 
 __all__ = [
     "DIGIT_STANDIN",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.sources import Subject
+from data_prep.participants import Subject
 
 __all__ = ["SILENT_ROI_RULES", "Exclusion", "QualityRule", "apply_rule"]
 

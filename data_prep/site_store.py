@@ -27,6 +27,7 @@ import numpy as np
 from data_prep.compatibility import CONNECTOME_SETTINGS, check_compatible, signature_differences
 from data_prep.errors import StoreError
 from data_prep.folds import assign_folds
+from data_prep.names import check_site_name
 from data_prep.store_folder import (
     DESCRIPTION,
     MISSING,
@@ -224,6 +225,7 @@ class SiteStore:
             "format_version": self.description["format_version"],
             "atlas": self.description["atlas"],
             **{name: settings[name] for name in CONNECTOME_SETTINGS},
+            **{name: settings[name] for name in ("window_seconds",) if name in settings},
             "n_rois": self.n_rois,
             "n_edges": self.n_edges,
             "rois": [list(roi) for roi in self.rois],
@@ -335,6 +337,8 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} is not the description of a site store: it states no format_version; "
             "make the store again"
         )
+    if description.get("store") == "images":
+        raise StoreError(f"{folder} is a store of images; name one of connectomes")
     if description["format_version"] != FORMAT_VERSION:
         raise StoreError(
             f"{file} has store format {description['format_version']!r}, this version reads "
@@ -346,6 +350,10 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
     missing += [f"connectome.{key}" for key in CONNECTOME_SETTINGS if key not in present]
     if missing:
         raise StoreError(f"{file} does not state {', '.join(missing)}; make the store again")
+    try:
+        check_site_name(str(description["site"]))
+    except ValueError as error:
+        raise StoreError(f"{file}: {error}; make the store again with such a --site") from None
     if wrong := _wrong_values(description):
         raise StoreError(f"{file} is damaged: {wrong}; make the store again")
     return description
@@ -575,11 +583,14 @@ def write_site_store(
 
     Raises
     ------
+    ValueError
+        If no site can have this name.
     StoreError
         If the parts do not fit together, or a value is not finite.
     FileError
         If another run is writing this store, or it cannot be written (full disk, no permission).
     """
+    check_site_name(site)
     folder = Path(path)
     participants, rois = list(participants), list(rois)
     if not participants:

@@ -73,7 +73,11 @@ def verify_checksums(
 
 @contextmanager
 def new_store(
-    folder: Path, site: str, files: Sequence[str], description: dict[str, Any]
+    folder: Path,
+    site: str,
+    files: Sequence[str],
+    description: dict[str, Any],
+    also: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Give a temporary folder to write a store to; it takes the store's place at the end.
 
@@ -88,6 +92,8 @@ def new_store(
         What is written besides the description; each gets its checksum.
     description : dict
         Written last, as it is by then, with ``checksums``.
+    also : sequence of str
+        Folders in it that have no checksum of their own.
 
     Yields
     ------
@@ -98,7 +104,7 @@ def new_store(
     StoreError
         If the place holds something else, another run is writing there, or the disk is full.
     """
-    refuse_foreign_folder(folder, files)
+    refuse_foreign_folder(folder, [*files, *also])
     with atomic_folder(folder, private=True) as temporary:
         yield temporary
         description["checksums"] = {name: file_checksum(temporary / name) for name in files}
@@ -113,8 +119,11 @@ def refuse_foreign_folder(folder: Path, of_a_store: Iterable[str]) -> None:
             raise StoreError(f"{place} is a file; choose another place for the store")
     # A BIDS data set has a description too, and must never be taken for an old store.
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    foreign = {n for n in names if n[0] != "."} - {*of_a_store, DESCRIPTION}
     if names and (
-        DESCRIPTION not in names or {n for n in names if n[0] != "."} - {*of_a_store, DESCRIPTION}
+        foreign
+        or DESCRIPTION not in names
+        or b'"format_version"' not in (folder / DESCRIPTION).read_bytes()
     ):
         raise StoreError(
             f"{folder} holds something that is not a site store; choose another place or empty it"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.harvard_oxford import ROIS
-from data_prep.sources import Subject
+from data_prep.participants import Subject
 
 __all__ = ["GENERATOR_VERSION", "NOTE", "SITES", "Acquisition", "Site", "generate_site"]
 

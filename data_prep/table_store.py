@@ -190,9 +190,7 @@ def read_table_store(
     )
     rows = tuple(tuple(v for k, v in enumerate(line) if k != own) for line in cells)
     _check_target(site, file, columns.index(target), rows, target, classes)
-    store = TableStore(
-        file, site, columns, rows, ids, target, classes, _is_synthetic(file), checksum
-    )
+    store = TableStore(file, site, columns, rows, ids, target, classes, _synthetic(file), checksum)
     _check_units(store)
     return store
 
@@ -231,7 +229,7 @@ def _check_units(store: TableStore) -> None:
             )
 
 
-def _is_synthetic(file: Path) -> bool:
+def _synthetic(file: Path) -> bool:
     description = file.parent / DESCRIPTION
     if not description.is_file():
         return False

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from data_prep import paper_sources as sources
+from data_prep.errors import SourceError
 from data_prep.paper_splits import Rule, split_pool, take_sides
-from data_prep.sources import SourceError
 
 
 @pytest.fixture

@@ -107,9 +107,6 @@ def predict(
             predictions = prediction.predict_files(
                 bundle, [*inputs, *(more or [])], files, on_scan=lambda: progress.advance(task)
             )
-        screen.print(prediction_table(bundle, predictions))
-        for line in prediction_lines(bundle, predictions):
-            typer.echo(line)
         if out is not None:
             with progress_bar() as progress:
                 total = min(pictures, len(predictions))
@@ -121,6 +118,10 @@ def predict(
                     pictures=pictures,
                     on_picture=lambda: progress.advance(task),
                 )
+        screen.print(prediction_table(bundle, predictions))
+        for line in prediction_lines(bundle, predictions):
+            typer.echo(line)
+        if out is not None:
             drawn = f"{total} picture{'' if total == 1 else 's'}"
             typer.echo(f"{out}: predictions.tsv, windows.tsv, connections.tsv, {drawn}")
 

@@ -8,7 +8,6 @@ fits and is unlike the training subjects is scored with a warning.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,9 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
+from data_prep.errors import SourceError
 from data_prep.quality import silent_rois
+from data_prep.roi_files import read_roi_file
 from data_prep.site_store import (
     EDGE_ORDER,
     SiteStore,
@@ -31,7 +32,6 @@ from data_prep.site_store import (
     read_site_store,
     signature_differences,
 )
-from data_prep.sources import SourceError, read_roi_file
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.site import prepare
 from fedbn.models.bundle import Bundle
@@ -46,7 +46,7 @@ from fedbn.tasks.connectome.attribution import integrated_gradients
 N_CONNECTIONS = 20
 """Connections of a subject that are listed and drawn."""
 
-SEPARATORS = {".tsv": "\t", ".csv": ",", ".1d": None}
+TABLES = (".1d", ".csv", ".npy", ".tsv")
 _DISTANCE_WORDS = {
     "features": "mean squared z-score of its connections",
     "batch_norm": "mean squared z-score of what goes into the first batch norm",
@@ -154,7 +154,8 @@ def read_scans(
         The model, which says what a connectome is.
     inputs
         ROI time series (``.1D``, ``.tsv`` or ``.csv``, ROI ids in the header, columns in any
-        order), functional scans (``.nii``, ``.nii.gz``), or site stores.
+        order; ``.npy``, columns in the model's order), functional scans (``.nii``, ``.nii.gz``),
+        or site stores.
     atlas_files
         For functional scans.
 
@@ -190,37 +191,19 @@ def read_scans(
 def _of_file(bundle: Bundle, path: Path) -> Scan:
     if not path.is_file():
         raise PredictionError(f"there is no scan {path}")
-    if path.suffix.lower() not in SEPARATORS:
+    if path.suffix.lower() not in TABLES:
         raise PredictionError(
-            f"{path.name} is none of the inputs that are known: ROI time series as "
-            ".1D, .tsv or .csv, a functional scan as .nii or .nii.gz, or the folder of a site store"
+            f"{path.name} is none of the inputs that are known: ROI time series as .1D, .tsv, "
+            ".csv or .npy, a functional scan as .nii or .nii.gz, or the folder of a site store"
         )
     try:
-        series = read_roi_file(path, bundle.rois, content=_as_1d(path))
+        series = read_roi_file(path, bundle.rois)
     except SourceError as error:
         raise PredictionError(
             f"the model of site {bundle.site!r} takes the {len(bundle.rois)} regions of "
             f"{bundle.signature['atlas']!r}: {error}"
         ) from error
     return scan_of_series(bundle, path.stem, series)
-
-
-def _as_1d(path: Path) -> bytes | None:
-    """Return a table with commas or tabs in the form of a ``.1D`` file; ``None`` if it is one."""
-    separator = SEPARATORS[path.suffix.lower()]
-    if separator is None:
-        return None
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    header, _, rest = text.partition("\n")
-    ids = [part.strip().strip("\"'").lstrip("#") for part in header.strip().split(separator)]
-    if not all(re.fullmatch(r"[\w.+-]+", name) for name in ids):
-        mark = {",": "commas", "\t": "tabs"}[separator]
-        raise PredictionError(
-            f"{path.name} must start with a line of ROI ids (10, 11, …), one a column, with "
-            f"{mark} between them; it starts with {header.strip()[:60]!r}"
-        )
-    lines = [" ".join(f"#{name}" for name in ids), *rest.replace(separator, " ").splitlines()]
-    return ("\n".join(lines) + "\n").encode("ascii", errors="replace")
 
 
 def scan_of_series(
