@@ -19,13 +19,13 @@ from fedbn.report.tables import LOOK, SYNTHETIC
 from fedbn.study import paired
 from fedbn.study.comparison import (
     MACRO,
-    OWN_THRESHOLD,
     ComparisonError,
     Plan,
     Run,
     read_comparison,
 )
 from fedbn.study.methods import method, run_federated
+from fedbn.tasks.classification import AT_OWN_THRESHOLD
 from fedbn.tasks.data import SiteData
 
 N_DRAWN = len(figures.COLOURS)
@@ -34,7 +34,7 @@ _DECISIONS = (
     ("AUC x 100", "auc"),
     ("accuracy", "accuracy"),
     ("balanced accuracy", "balanced_accuracy"),
-    ("accuracy, own threshold", OWN_THRESHOLD),
+    ("accuracy, own threshold", AT_OWN_THRESHOLD),
     ("sensitivity", "sensitivity"),
     ("specificity", "specificity"),
 )
@@ -84,7 +84,7 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
     parts.made_from(
         page,
         {
-            **parts.settings_facts(summary["experiment"], summary["versions"]),
+            **parts.settings_facts(plan.experiment.model_dump(), summary["versions"]),
             "methods": ", ".join(summary["methods"]),
             "seeds": f"0 to {summary['n_seeds'] - 1}" if summary["n_seeds"] > 1 else "0",
         },
@@ -108,7 +108,7 @@ def operating_point_sentences(summary: Mapping[str, Any]) -> list[str]:
         return []
     reference = summary["methods"][summary["reference"]]["title"]
     found = summary["differences"]["fedbn"][MACRO]["subject"]
-    accuracy, auc, own = (found[name] for name in ("accuracy", "auc", OWN_THRESHOLD))
+    accuracy, auc, own = (found[name] for name in ("accuracy", "auc", AT_OWN_THRESHOLD))
     if None in (accuracy["mean"], auc["mean"], own["mean"]):
         return []
     sentences = [
@@ -401,7 +401,8 @@ def _run_again(
     runs = {}
     for name in names:
         on_step(f"running {method(name).title} once more (seed 0, fold 0)")
-        runs[name] = federate(plan.experiment_of(Run(name, 0, 0)), stores)
+        experiment = plan.experiment_of(Run(name, 0, 0)).changed(test_curve=True)
+        runs[name] = federate(experiment, stores)
     return runs
 
 

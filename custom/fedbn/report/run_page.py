@@ -112,7 +112,7 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     parts.made_from(
         page,
         {
-            **parts.settings_facts(results["experiment"], results["versions"]),
+            **parts.settings_facts(experiment.model_dump(), results["versions"]),
             "policy": experiment.policy,
             "fold": experiment.fold,
             "seed": experiment.seed,

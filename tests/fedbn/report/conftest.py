@@ -132,18 +132,12 @@ def workspace(tmp_path_factory, settings, stores_root, results):
     for k, (name, store) in enumerate(read_sites(stores_root, settings).items(), start=1):
         site = Site(name, store, settings)
         final = site.evaluate(results.shared, results.local[name])
+        tensors, facts = site.complete_model()
         network = network_fingerprint("ConnectomeMLP", site.network.state_dict())
         root = folder / f"site-{k}" / "fedbn_sites"
         state = SiteState.under(root, job=JOB, site=name, network=network)
-        state.save_model(
-            {
-                **site.network.state_dict(),
-                "standardization.mean": site.preparation.mean,
-                "standardization.std": site.preparation.std,
-            },
-            {"signature": store.signature()},
-        )
-        state.save_predictions("final", federated=final)
+        state.save_model(tensors, facts)
+        state.save_scores("final", {"federated": final})
     write_json(folder / "server" / JOB / "results.json", {**results.report, "job": JOB})
     return folder
 

@@ -86,7 +86,9 @@ def test_a_workspace_without_models_has_none(tmp_path, settings):
 
 
 def test_the_model_of_another_network_is_refused(workspace, settings):
-    other = settings.changed(network={"args": {"in_features": 66, "hidden": [8, 8]}})
+    other = settings.changed(
+        network={"name": "ConnectomeMLP", "args": {"in_features": 66, "hidden": [8, 8]}}
+    )
     with pytest.raises(SiteStateError, match="is not the model of site 'NYU' in this run"):
         site_models.from_workspace(workspace, other, "a_job")
 
