@@ -38,6 +38,7 @@ from data_prep.options import (
     ParticipantOptions,
     StoreOptions,
     check_mismatch,
+    refuse_taken_apart,
     take_options,
 )
 from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
@@ -236,7 +237,7 @@ def series(
     """Make the site store of a hospital from ROI time series, of any atlas."""
     with usage_errors():
         people.check()
-        _refuse_taken_apart(context, "--input")
+        refuse_taken_apart(context, "--input")
         check_tr(tr)
         if options.window_seconds and tr is None:
             raise ValueError("--window-seconds needs --tr")
@@ -279,14 +280,6 @@ def series(
     report = SiteReport()
     report.add(store, unchanged, expected=join.expected, dropped=join.dropped)
     report.show(options.root)
-
-
-def _refuse_taken_apart(context: typer.Context, option: str) -> None:
-    if context.args:
-        raise ValueError(
-            f"{context.args[0]!r} is no option; put the pattern of {option} in quotation marks, so "
-            "that the shell leaves it as it is"
-        )
 
 
 # ------------------------------------------------------------------------------------------ nifti
@@ -405,7 +398,7 @@ def nifti(
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
     with usage_errors():
         people.check()
-        _refuse_taken_apart(context, "--images")
+        refuse_taken_apart(context, "--images")
         if unlisted_labels not in UNLISTED_RULES:
             raise ValueError(
                 f"unlisted labels is {unlisted_labels!r}; allowed are {', '.join(UNLISTED_RULES)}"
