@@ -49,7 +49,7 @@ from data_prep.roi_files import read_subjects, refuse_foreign_series, rois_of
 from data_prep.scans import Scan, find_files, one_a_participant, scan_of
 from data_prep.site_store import TABLES_AND_ARRAY, find_site_stores, read_site_store
 from data_prep.store_folder import refuse_foreign_folder
-from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
+from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site, hospital
 from data_prep.terminal import (
     one_sentence_errors,
     progress_bar,
@@ -500,7 +500,11 @@ def synthetic(
     context: typer.Context,
     options: SyntheticOptions,
     sites: Annotated[
-        str | None, typer.Option(help="Sites, separated by commas.", show_default="all four")
+        str | None,
+        typer.Option(
+            help="Sites, separated by commas; of connectomes any name is a hospital of its own.",
+            show_default="all four",
+        ),
     ] = None,
     subjects: Annotated[
         int | None,
@@ -514,10 +518,12 @@ def synthetic(
     ] = False,
     dim: Annotated[int, typer.Option(help="With --images: 2 or 3.")] = 2,
 ) -> None:
-    """Make site stores of a made-up cohort of four hospitals, labelled synthetic."""
+    """Make site stores of a made-up cohort of four hospitals or others, labelled synthetic."""
     known = list(SCANNERS if images else SITES)
-    names = parse_sites(sites or ",".join(known), known)
+    others = [] if images or not sites else [name.strip() for name in sites.split(",")]
+    names = parse_sites(sites or ",".join(known), [*known, *others])
     with usage_errors():
+        n_of = {name: subjects or hospital(name).n_subjects for name in names}
         if subjects is not None and subjects < 1:
             raise ValueError(f"subjects is {subjects}; at least 1 is needed")
         if options.seed < 0:
@@ -532,7 +538,7 @@ def synthetic(
     report = SiteReport()
     for name in names:
         _refuse_to_replace_real_data(options.root / name)
-        n_subjects = subjects or SITES[name].n_subjects
+        n_subjects = n_of[name]
         seed, shift = options.seed, not no_shift
         store, unchanged = make_site_store(
             options.root / name,
