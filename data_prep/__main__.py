@@ -38,6 +38,7 @@ from data_prep.options import (
     ParticipantOptions,
     StoreOptions,
     check_mismatch,
+    refuse_taken_apart,
     take_options,
 )
 from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
@@ -48,7 +49,7 @@ from data_prep.roi_files import read_subjects, refuse_foreign_series, rois_of
 from data_prep.scans import Scan, find_files, one_a_participant, scan_of
 from data_prep.site_store import TABLES_AND_ARRAY, find_site_stores, read_site_store
 from data_prep.store_folder import refuse_foreign_folder
-from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
+from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site, hospital
 from data_prep.terminal import (
     one_sentence_errors,
     progress_bar,
@@ -236,7 +237,7 @@ def series(
     """Make the site store of a hospital from ROI time series, of any atlas."""
     with usage_errors():
         people.check()
-        _refuse_taken_apart(context, "--input")
+        refuse_taken_apart(context, "--input")
         check_tr(tr)
         if options.window_seconds and tr is None:
             raise ValueError("--window-seconds needs --tr")
@@ -279,14 +280,6 @@ def series(
     report = SiteReport()
     report.add(store, unchanged, expected=join.expected, dropped=join.dropped)
     report.show(options.root)
-
-
-def _refuse_taken_apart(context: typer.Context, option: str) -> None:
-    if context.args:
-        raise ValueError(
-            f"{context.args[0]!r} is no option; put the pattern of {option} in quotation marks, so "
-            "that the shell leaves it as it is"
-        )
 
 
 # ------------------------------------------------------------------------------------------ nifti
@@ -405,7 +398,7 @@ def nifti(
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
     with usage_errors():
         people.check()
-        _refuse_taken_apart(context, "--images")
+        refuse_taken_apart(context, "--images")
         if unlisted_labels not in UNLISTED_RULES:
             raise ValueError(
                 f"unlisted labels is {unlisted_labels!r}; allowed are {', '.join(UNLISTED_RULES)}"
@@ -507,7 +500,11 @@ def synthetic(
     context: typer.Context,
     options: SyntheticOptions,
     sites: Annotated[
-        str | None, typer.Option(help="Sites, separated by commas.", show_default="all four")
+        str | None,
+        typer.Option(
+            help="Sites, separated by commas; of connectomes any name is a hospital of its own.",
+            show_default="all four",
+        ),
     ] = None,
     subjects: Annotated[
         int | None,
@@ -521,10 +518,12 @@ def synthetic(
     ] = False,
     dim: Annotated[int, typer.Option(help="With --images: 2 or 3.")] = 2,
 ) -> None:
-    """Make site stores of a made-up cohort of four hospitals, labelled synthetic."""
+    """Make site stores of a made-up cohort of four hospitals or others, labelled synthetic."""
     known = list(SCANNERS if images else SITES)
-    names = parse_sites(sites or ",".join(known), known)
+    others = [] if images or not sites else [name.strip() for name in sites.split(",")]
+    names = parse_sites(sites or ",".join(known), [*known, *others])
     with usage_errors():
+        n_of = {name: subjects or hospital(name).n_subjects for name in names}
         if subjects is not None and subjects < 1:
             raise ValueError(f"subjects is {subjects}; at least 1 is needed")
         if options.seed < 0:
@@ -539,7 +538,7 @@ def synthetic(
     report = SiteReport()
     for name in names:
         _refuse_to_replace_real_data(options.root / name)
-        n_subjects = subjects or SITES[name].n_subjects
+        n_subjects = n_of[name]
         seed, shift = options.seed, not no_shift
         store, unchanged = make_site_store(
             options.root / name,

@@ -22,7 +22,14 @@ from data_prep.quality import QualityRule
 from data_prep.site_store import default_data_root
 from data_prep.timeseries import ExtractionSettings
 
-__all__ = ["Mismatch", "ParticipantOptions", "StoreOptions", "check_mismatch", "take_options"]
+__all__ = [
+    "Mismatch",
+    "ParticipantOptions",
+    "StoreOptions",
+    "check_mismatch",
+    "refuse_taken_apart",
+    "take_options",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -194,6 +201,15 @@ def check_mismatch(mismatch: str, join: JoinedSite | None = None) -> None:
         raise ValueError(f"mismatch is {mismatch!r}; allowed are error, drop")
     if join is not None and mismatch == "error":
         join.refuse_mismatch()
+
+
+def refuse_taken_apart(context: typer.Context, option: str) -> None:
+    """Refuse files that a shell has made of a pattern."""
+    if context.args:
+        raise ValueError(
+            f"{context.args[0]!r} is no option; put the pattern of {option} in quotation marks, so "
+            "that the shell leaves it as it is"
+        )
 
 
 def take_options(command: Command) -> Command:

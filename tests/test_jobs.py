@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from data_prep.__main__ import app as data_prep
 from fedbn.__main__ import app
 from fedbn.federation.experiment import read_experiment
 from fedbn.federation.installation import installed_version, satisfies
@@ -16,6 +19,7 @@ from fedbn.study.methods import METHODS
 
 JOBS = Path(__file__).parents[1] / "jobs"
 MAIN = JOBS / "abide_fedbn"
+PAGE = (JOBS.parent / "docs" / "researcher.md").read_text()
 IN_FLARE = [name for name, method in METHODS.items() if method.in_flare]
 WIRING = ("config_fed_client.json", "config_fed_server.json")
 
@@ -87,6 +91,23 @@ def test_other_sites_settings_and_name(source, tmp_path):
     assert again.exit_code == 0, again.output
     assert read_experiment(tmp_path / "x") == found.changed(name="third", rounds=2)
     assert [p.name for p in (tmp_path / "x" / "app" / "custom").iterdir()] == ["third_job"]
+
+
+def test_the_page_s_federation_of_other_hospitals(tmp_path, monkeypatch):
+    (block,) = re.findall(r"hospitals that do not exist:\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    make, job, run = commands[:3]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "data"))
+    (tmp_path / "jobs").symlink_to(JOBS)
+    done = CliRunner().invoke(data_prep, [*make[3:], "--subjects", "20"])
+    assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(app, job[1:]).exit_code == 0
+    done = CliRunner().invoke(app, [*run[1:], "--rounds", "1", "--local-epochs", "1"])
+    assert done.exit_code == 0, done.output
+    for site in ("Oslo", "Bergen", "Trondheim"):
+        assert f" {site} " in done.stdout
+    assert commands[3][:5] == ["nvflare", "simulator", "norway", "-n", "3"]
 
 
 def test_code_that_a_job_brings_keeps_the_name_that_its_wiring_uses(source, tmp_path):

@@ -1,6 +1,5 @@
 """The command ``python -m data_prep images``."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +28,8 @@ from data_prep.images.synthetic import (
     Cohort,
     write_synthetic_images,
 )
+from data_prep.names import check_site_name
+from data_prep.options import check_mismatch, refuse_taken_apart
 from data_prep.site_store import default_data_root
 from data_prep.store_folder import refuse_foreign_folder
 from data_prep.terminal import one_sentence_errors, progress_bar, screen, usage_errors
@@ -107,25 +108,18 @@ def images(
     from data_prep.images.reading import CHANNEL_AXES
 
     with usage_errors():
-        if context.args:
-            raise ValueError(
-                f"{context.args[0]!r} is no option; put patterns in quotation marks, so that the "
-                "shell leaves them as they are"
-            )
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
-            raise ValueError(f"site is {site!r}; use letters, digits, '-', '_' and '.'")
+        refuse_taken_apart(context, "--images or --labels")
+        check_site_name(site)
+        check_mismatch(mismatch)
         if (datalist is None) == (images is None):
             raise ValueError("name the images with --datalist, or with --images; one of both")
         if labels and images is None:
             raise ValueError("--labels needs --images; a data list names its masks itself")
         if root is not None and datalist is None:
             raise ValueError("--root needs --datalist")
-        for name, value, allowed in (
-            ("mismatch", mismatch, ("error", "drop")),
-            ("channel axis", channel_axis, CHANNEL_AXES),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
+        if channel_axis not in CHANNEL_AXES:
+            allowed = ", ".join(CHANNEL_AXES)
+            raise ValueError(f"channel axis is {channel_axis!r}; allowed are {allowed}")
         mapped = _label_map(label_map)
         named = _names(label_names, "--label-names")
         wanted = _names(class_names, "--class-names")

@@ -4,7 +4,6 @@ Nothing is opened here but the list and the tables. Paths come out relative to o
 and never lead out of it.
 """
 
-import csv
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 from data_prep.errors import StoreError, some_of
 from data_prep.files import file_checksum
 from data_prep.images.store import SECTIONS
+from data_prep.tables import read_table
 
 __all__ = [
     "DataList",
@@ -470,38 +470,26 @@ def read_table_column(file: Path, column: str, rows: str | None = None) -> dict[
 
     Raises
     ------
-    StoreError
-        If a column is missing, or an image stands in it twice.
+    SourceError, StoreError
+        If it cannot be read, a column is missing, or an image stands in it twice.
     """
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            sample = stream.readline()
-            stream.seek(0)
-            delimiter = next((d for d in ("\t", ";", ",") if d in sample), ",")
-            reader = csv.DictReader(stream, delimiter=delimiter, restval="", strict=True)
-            known = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
-            lines = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise StoreError(f"table {file.name} cannot be read as text ({error})") from None
+    table = read_table(file, "table")
+    table = replace(table, columns=tuple(name.lower() for name in table.columns))
     only, _, value = (rows or "").partition("=")
-    for needed in ("image", column, *([only] if rows else [])):
-        if needed.lower() not in known:
-            raise StoreError(f"table {file.name} has no column {needed!r}, only {', '.join(known)}")
+    images, values = table.column("image"), table.column(column.lower())
+    wanted = table.column(only.strip().lower()) if rows else None
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, start=2):
-        if rows and (line[known[only.lower()]] or "").strip() != value.strip():
+    for number, fields in table.rows:
+        if wanted is not None and fields[wanted] != value.strip():
             continue
-        if None in line:
-            raise StoreError(f"table {file.name}, row {number} has more fields than the header")
-        image = (line[known["image"]] or "").strip()
-        text = (line[known[column.lower()]] or "").strip()
+        image = fields[images]
         if image in found:
             raise StoreError(
-                f"table {file.name}, row {number}: image {image!r} stands in it twice; with "
+                f"{table.title}, line {number}: image {image!r} stands in it twice; with "
                 "--rows COLUMN=VALUE the rows of one hospital alone are read"
             )
-        if image and text:
-            found[image] = text
+        if image and fields[values]:
+            found[image] = fields[values]
     if not found:
         raise StoreError(f"table {file.name} has no row to use{f' with {rows}' if rows else ''}")
     return found

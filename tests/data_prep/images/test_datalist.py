@@ -205,13 +205,13 @@ def test_a_table_is_read_whatever_stands_between_its_columns(tmp_path, mark):
         ("image,type\na,x\n", None, "no column 'class'"),
         ("name,class\na,x\n", None, "no column 'image'"),
         ("image,class\na,x\na,y\n", None, "'a' stands in it twice"),
-        ("image,class\na,x,y\n", None, "row 2 has more fields"),
+        ("image,class\na,x,y\n", None, r"line 2: 3 field\(s\), the header names 2"),
         ("image,class\na,x\n", "lab=A", "no column 'lab'"),
         ("image,class,lab\na,x,B\n", "lab=A", "no row to use with lab=A"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_said(tmp_path, text, rows, words):
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(ValueError, match=words):
         read_table_column(write_table(tmp_path, text), "class", rows)
 
 

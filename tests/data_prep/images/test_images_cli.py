@@ -475,7 +475,7 @@ def test_sections_and_folds_of_the_list_are_kept(prepare, laboratory):
         (["--datalist", "LIST", "--label-map", "255"], "write ids as 255=1,128=2"),
         (["--datalist", "LIST", "--label-names", "a"], "at least two names"),
         (["--datalist", "LIST", "--class-names", "a,A"], "at least two names"),
-        (["--images", "a.png", "b.png"], "'b.png' is no option; put patterns in quotation marks"),
+        (["--images", "a.png", "b.png"], "'b.png' is no option; put the pattern of --images"),
     ],
 )
 def test_a_wrong_option_is_said(call, laboratory, tmp_path, options, words):
