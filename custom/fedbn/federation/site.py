@@ -395,6 +395,7 @@ class Site:
             "policy": self.experiment.policy,
             "local entries": list(self.partition.local),
             "signature": self.data.signature(),
+            "sample shape": list(next(iter(self.test.batches(1))).inputs.shape[1:]),
         }
         return entries(self.network, names) | fitted, facts
 

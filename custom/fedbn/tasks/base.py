@@ -158,6 +158,35 @@ class Task(BaseModel, ABC):
             If they are missing or damaged.
         """
 
+    def find(self, given: Path, site: str | None = None) -> Path:
+        """Return the place of one site's data: what is given, or the one in the folder given.
+
+        Every command and setting that names data means this.
+
+        Parameters
+        ----------
+        given
+            The data themselves, or the folder above.
+        site
+            Its name; if ``None``, the folder above must hold the data of one site alone.
+
+        Raises
+        ------
+        DataError
+            If the folder holds the data of none, or of several.
+        """
+        if site is not None and (self.has_data(given / site) or not self.has_data(given)):
+            return given / site
+        if self.has_data(given):
+            return given
+        inside = sorted(given.iterdir()) if given.is_dir() else []
+        found = [place for place in inside if self.has_data(place)]
+        if len(found) != 1:
+            names = ", ".join(place.name for place in found)
+            what = f"the data of {len(found)} sites ({names})" if found else "no site's data"
+            raise DataError(f"{given} holds {what}; name one site's")
+        return found[0]
+
     def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         """Say in which clauses two signatures differ; empty if the sites can train together."""
         return [
@@ -259,6 +288,13 @@ class Task(BaseModel, ABC):
         DataError
             Naming the site, what a sample is, and what the network said.
         """
+
+    def bundling(self) -> Any:
+        """Return how complete models are packed and asked, if the task says that itself.
+
+        It is a :class:`fedbn.tasks.bundling.Bundling`, which stands above this module.
+        """
+        return None
 
     # ----------------------------------------------------------------------------- the scores
 

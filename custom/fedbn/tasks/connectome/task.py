@@ -45,6 +45,12 @@ class ConnectomeTask(ClassificationTask):
         """Read a site store; see :meth:`fedbn.tasks.base.Task.read`."""
         return read_site_store(place, verify=verify)
 
+    def bundling(self) -> Any:
+        """Return how models of connectomes are packed and asked about scans."""
+        from fedbn.tasks.connectome.prediction import ConnectomeBundling
+
+        return ConnectomeBundling(self)
+
     def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         """Name atlas, ROIs and settings of connectomes that differ."""
         return signature_differences(a, b)
@@ -82,7 +88,7 @@ class ConnectomeTask(ClassificationTask):
         fitted: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> TensorSamples:
-        """Read the windows of some subjects into one contiguous, standardised tensor."""
+        """Read the windows of some subjects into one contiguous tensor, standardised if fitted."""
         store = _store(data)
         rows = rows_of(store, units)
         inputs = torch.empty((len(rows), store.n_edges), dtype=torch.float32)
@@ -90,7 +96,7 @@ class ConnectomeTask(ClassificationTask):
             chunk = rows[start : start + _CHUNK]
             block = inputs[start : start + len(chunk)]
             np.take(store.connectomes, chunk, axis=0, out=block.numpy())
-            if self.standardization == "site":
+            if self.standardization == "site" and fitted:
                 block.sub_(fitted["mean"]).div_(fitted["std"])
         owners = store.sample_participant[rows]
         return TensorSamples(inputs.to(device), torch.from_numpy(store.labels[owners]), owners)
