@@ -41,6 +41,7 @@ from data_prep.options import (
     refuse_taken_apart,
     take_options,
 )
+from data_prep.paper.command import COMMANDS
 from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
 from data_prep.preparation import FoldPlan, make_site_store
 from data_prep.quality import Exclusion
@@ -76,6 +77,8 @@ app = typer.Typer(
 )
 
 app.command(context_settings={"allow_extra_args": True})(images)
+for paper_command in COMMANDS:
+    app.command()(paper_command)
 
 #: Folds that a site must allow, to be worth training on; as `check` asks for.
 USUAL_FOLDS = 5
