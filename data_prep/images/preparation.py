@@ -35,7 +35,7 @@ from data_prep.images.store import (
     write_image_store,
 )
 
-__all__ = ["ImageSettings", "prepare_images"]
+__all__ = ["ImageSettings", "describe_intensity", "prepare_images"]
 
 # Patients below which a site is told that it can hardly be divided.
 FEW_PATIENTS = 10
@@ -325,7 +325,7 @@ class _Reader:
             "shape": list(image.array.shape[1:]),
             "spacing": None if spacing is None else list(spacing),
             "stored_as": image.stored_as,
-            "intensity": _intensity(image.array, histogram),
+            "intensity": describe_intensity(image.array, histogram),
             "bytes": {file: content_size(self.root / file) for file in files},
             "sha256": dict(self.sums[entry.name]),
         }
@@ -337,7 +337,7 @@ def _checksum(array: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _intensity(array: np.ndarray, histogram: Histogram) -> dict[str, float]:
+def describe_intensity(array: np.ndarray, histogram: Histogram) -> dict[str, float]:
     """Summarise the values of all channels together."""
     mean = float(array.mean(dtype=np.float64))
     flat = array.ravel(order="K")

@@ -95,8 +95,10 @@ def file_format(path: Path) -> str:
     raise ImageError("is no NIfTI, PNG, JPEG, BMP, TIFF, NumPy or DICOM file by its name")
 
 
-def read_image(paths: Path | Sequence[Path], *, channel_axis: str = "none") -> Image:
-    """Read an image of one file, or of one file a channel.
+def read_image(
+    paths: Path | Sequence[Path], *, channel_axis: str = "none", row: int | None = None
+) -> Image:
+    """Read an image of one file, of one file a channel, or of a row of a stack.
 
     Parameters
     ----------
@@ -104,6 +106,8 @@ def read_image(paths: Path | Sequence[Path], *, channel_axis: str = "none") -> I
         A folder is a DICOM series.
     channel_axis : str
         Of a NumPy array: ``none``, ``first`` or ``last``.
+    row : int, optional
+        Of a stack: a NumPy array whose first axis counts images. The others are not read.
 
     Returns
     -------
@@ -115,7 +119,7 @@ def read_image(paths: Path | Sequence[Path], *, channel_axis: str = "none") -> I
         If a file is damaged, holds no image, or files do not make one image together.
     """
     files = [paths] if isinstance(paths, Path) else list(paths)
-    parts = [_read(file, channel_axis, mask=False) for file in files]
+    parts = [_read(file, channel_axis, mask=False, row=row) for file in files]
     if len(parts) == 1:
         return parts[0]
     shapes = {part.array.shape for part in parts}
@@ -172,11 +176,11 @@ def read_mask(
     return Image(array, mask.affine, mask.stored_as)
 
 
-def _read(path: Path, channel_axis: str, *, mask: bool) -> Image:
+def _read(path: Path, channel_axis: str, *, mask: bool, row: int | None = None) -> Image:
     readers: dict[str, Callable[[], Image]] = {
         "nifti": lambda: _read_nifti(path),
         "picture": lambda: _read_picture(path, mask=mask),
-        "numpy": lambda: _read_numpy(path, channel_axis),
+        "numpy": lambda: _read_numpy(path, channel_axis, row),
         "dicom": lambda: _read_dicom(path),
     }
     reader = readers[file_format(path)]
@@ -234,13 +238,17 @@ def _read_picture(path: Path, *, mask: bool) -> Image:
     return Image(array, None, _type(array.dtype))
 
 
-def _read_numpy(path: Path, channel_axis: str) -> Image:
-    array: Any = np.load(path, allow_pickle=False)
+def _read_numpy(path: Path, channel_axis: str, row: int | None) -> Image:
+    array: Any = np.load(path, mmap_mode=None if row is None else "r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         with array as archive:
             if len(archive.files) != 1:
                 raise ImageError(f"holds {len(archive.files)} arrays; save one a file")
             array = archive[archive.files[0]]
+    if row is not None:
+        if not 0 <= row < len(array):
+            raise ImageError(f"has {len(array)} images, and none in row {row}")
+        array = np.array(array[row])
     if channel_axis == "none":
         array = array[np.newaxis]
     elif channel_axis == "last":

@@ -10,6 +10,9 @@ One folder holds one site::
 The images stay where they are, at ``root`` in the description, unless they were copied; paths are
 relative to it, so that ``monai.data.load_decathlon_datalist(file, base_dir=root)`` reads the list.
 
+Thousands of small images stand in one NumPy array in place of thousands of files: a *stack*, whose
+first axis counts images. An image is then a file and a ``row``; all rows share the file's facts.
+
 Imported at every start of a client process: NumPy and the standard library only.
 """
 
@@ -87,6 +90,8 @@ class StoredImage:
     facts : mapping
         ``shape``, ``spacing`` (mm or None), ``stored_as``, ``intensity``, ``label_voxels``,
         ``bytes`` and ``sha256`` of each file.
+    row : int or None
+        Which image of a stack; its facts are those of the stack.
     """
 
     files: tuple[str, ...]
@@ -96,6 +101,7 @@ class StoredImage:
     section: str
     fold: int | None
     facts: Mapping[str, Any]
+    row: int | None = None
 
     @property
     def name(self) -> str:
@@ -213,8 +219,8 @@ class ImageStore:
         -------
         list of dict
             In the order of the images: ``image`` (absolute path, or a list of them), ``label``
-            (absolute path of the mask) where there is one, ``class`` (int) where there is one,
-            ``unit`` (int).
+            (absolute path of the mask), ``class`` (int) and ``row`` (int, of a stack) where there
+            is one, ``unit`` (int).
         """
         wanted = range(len(self.units)) if units is None else set(units)
         records = []
@@ -227,8 +233,23 @@ class ImageStore:
                 record["label"] = str(self.root / image.label)
             if image.class_name is not None:
                 record["class"] = (self.classes or ()).index(image.class_name)
+            if image.row is not None:
+                record["row"] = image.row
             records.append(record | {"unit": unit})
         return records
+
+    def stack(self) -> np.ndarray | None:
+        """Return the stack that all images are rows of, mapped from disk; None if there is none.
+
+        Returns
+        -------
+        np.ndarray, shape (n, x, y, channels) or as ``channel_axis`` of the description says
+            `StoredImage.row` is an index into it.
+        """
+        files = {image.name for image in self.images}
+        if len(files) != 1 or self.images[0].row is None:
+            return None
+        return np.asarray(np.load(self.root / files.pop(), mmap_mode="r", allow_pickle=False))
 
     def subset(self, units: Sequence[int]) -> "ImageStore":
         """Return the store with these units alone, given by their indices."""
@@ -274,10 +295,9 @@ class ImageStore:
     def private_names(self) -> list[str]:
         """Return what must not stand in any message that leaves the site."""
         names = {str(self.root), str(self.path)}
-        for image in self.images:
-            names.add(image.participant_id)
-            for file in image.all_files:
-                names |= {file, Path(file).name, _stem(file)}
+        names |= {image.participant_id for image in self.images}
+        for file in _facts_by_file(self.images):
+            names |= {file, Path(file).name, _stem(file)}
         return sorted(names)
 
 
@@ -285,10 +305,20 @@ def _stem(file: str) -> str:
     return Path(file).name.removesuffix(".gz").rpartition(".")[0] or Path(file).name
 
 
+def _order(image: StoredImage) -> tuple[Any, ...]:
+    return image.participant_id, image.files, image.row or 0
+
+
+def _facts_by_file(images: Iterable[StoredImage]) -> dict[str, Mapping[str, Any]]:
+    """Return each file of images and masks once, with the facts of its image."""
+    return {file: image.facts for image in images for file in image.all_files}
+
+
 def _entry(image: StoredImage) -> dict[str, Any]:
     """Return an image as the data list has it."""
     entry: dict[str, Any] = {"image": image.files[0] if len(image.files) == 1 else [*image.files]}
-    optional = {"label": image.label, "class": image.class_name, "fold": image.fold}
+    optional = {"row": image.row, "label": image.label, "class": image.class_name}
+    optional["fold"] = image.fold
     entry |= {key: value for key, value in optional.items() if value is not None}
     return entry | {"participant_id": image.participant_id}
 
@@ -354,9 +384,10 @@ def read_image_store(
                     section=section,
                     fold=entry.get("fold"),
                     facts=facts,
+                    row=entry.get("row"),
                 )
             )
-    images.sort(key=lambda image: (image.participant_id, image.files))
+    images.sort(key=_order)
     found = root or folder / description["root"]  # an absolute root stays itself
     store = ImageStore(folder, Path(found), description, tuple(images))
     _check_files(store, verify=verify)
@@ -396,15 +427,14 @@ def _check_files(store: ImageStore, *, verify: bool) -> None:
         )
     changed = []
     missing = []
-    for image in store.images:
-        for file in image.all_files:
-            place = store.root / file
-            if not place.exists():
-                missing.append(file)
-            elif content_size(place) != image.facts["bytes"][file] or (
-                verify and content_checksum(place) != image.facts["sha256"][file]
-            ):
-                changed.append(file)
+    for file, facts in _facts_by_file(store.images).items():
+        place = store.root / file
+        if not place.exists():
+            missing.append(file)
+        elif content_size(place) != facts["bytes"][file] or (
+            verify and content_checksum(place) != facts["sha256"][file]
+        ):
+            changed.append(file)
     if missing:
         raise StoreError(
             f"site {store.site!r}: {some_of(missing, 3)} of {store.root} is missing; bring the "
@@ -466,7 +496,7 @@ def write_image_store(
     StoreError
         If the place is taken or full, or another run is writing there.
     """
-    images = sorted(images, key=lambda image: (image.participant_id, image.files))
+    images = sorted(images, key=_order)
     site = description["site"]
     if copy_from is not None:
         description = description | {"root": COPIES}
@@ -495,9 +525,8 @@ def write_image_store(
         )
         write_table(temporary / PARTICIPANTS, header, rows)
         if copy_from is not None:
-            for image in images:
-                for file in image.all_files:
-                    _copy(copy_from / file, temporary / COPIES / file)
+            for file in _facts_by_file(images):
+                _copy(copy_from / file, temporary / COPIES / file)
     return read_image_store(path)
 
 

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import zipfile
-
 import numpy as np
 import pytest
-from PIL import Image
 
-from data_prep import paper_sources as sources
 from data_prep.errors import SourceError
-from data_prep.paper_splits import Rule, split_pool, take_sides
-
-
-@pytest.fixture
-def digits(tmp_path):
-    """All five domains, of the sizes and forms in which they are passed round."""
-    rng = np.random.default_rng(0)
-
-    def pixels(*shape):
-        return rng.integers(256, size=shape, dtype=np.uint8)
-
-    def save(name, **arrays):
-        np.savez(tmp_path / f"{name}.npz", **arrays)
-
-    y = np.arange(60, dtype=np.uint8) % 10
-    for name, size in (("mnist", 28), ("usps", 16)):
-        train, test = pixels(20, size, size), pixels(10, size, size)
-        save(name, x_train=train, y_train=y[:20], x_test=test, y_test=y[:10])
-    extra = {"x_extra": pixels(10, 32, 32, 3), "y_extra": y[:10]}
-    save("svhn", x=pixels(60, 32, 32, 3), y=y, house=np.arange(60) // 2 + 1, **extra)
-    for name in ("mnist_m", "synth_standin"):
-        save(name, x=pixels(20, 32, 32, 3), y=y[:20])
-    return tmp_path
+from data_prep.paper import sources
+from data_prep.paper.splits import Rule, split_pool, take_sides
 
 
 def test_digits_by_domain(digits):
     domains = {domain.site: domain for domain in sources.read_digits(digits)}
     assert list(domains) == ["MNIST", "SVHN", "USPS", "SynthStandIn", "MNIST-M"]
-    assert [len(d.labels) for d in domains.values()] == [30, 70, 30, 20, 20]
-    assert domains["MNIST"].labels.tolist() == [*range(10), *range(10), *range(10)]
+    assert [len(d.labels) for d in domains.values()] == [60, 70, 60, 60, 60]
+    assert domains["MNIST"].labels.tolist() == 6 * list(range(10))
     with np.load(digits / "mnist.npz") as there:
         expected = np.repeat(there["x_test"][3][..., None], 3, axis=2)
-    (image,) = domains["MNIST"].images(np.array([23]), 28)  # the training images come first
+    (image,) = domains["MNIST"].images(np.array([43]), 28)  # the training images come first
     np.testing.assert_array_equal(image, expected)
     for domain in domains.values():
         (image,) = domain.images(np.array([5]), 28)
@@ -81,9 +56,9 @@ def damaged(file, **changes):
     ("changes", "says"),
     [
         ({"y_train": None}, "has images x_train but no classes y_train"),
-        ({"x_test": lambda x: x / 255}, r"x_test is float64 \(10, 28, 28\); images are uint8"),
-        ({"x_test": lambda x: x[..., None]}, r"x_test is uint8 \(10, 28, 28, 1\)"),
-        ({"y_test": lambda y: y[:-1]}, "y_test holds no digit 0 to 9 for each of 10 images"),
+        ({"x_test": lambda x: x / 255}, r"x_test is float64 \(20, 28, 28\); images are uint8"),
+        ({"x_test": lambda x: x[..., None]}, r"x_test is uint8 \(20, 28, 28, 1\)"),
+        ({"y_test": lambda y: y[:-1]}, "y_test holds no digit 0 to 9 for each of 20 images"),
         ({"y_test": lambda y: y + 1}, "y_test holds no digit 0 to 9"),
         ({"x_train": None, "x_test": None}, "has no images x"),
     ],
@@ -100,88 +75,58 @@ def test_a_missing_domain_is_named(digits):
         sources.read_digits(digits)
 
 
-def write_picture(place, value, mode="RGB", size=(20, 12)):
-    place.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value).save(place)
-
-
 def test_an_image_that_stands_twice_is_taken_once(digits):
     with np.load(digits / "svhn.npz") as archive:
         copies = archive["x"][40:43]
     damaged(digits / "svhn.npz", x_extra=lambda x: np.concatenate([x[:7], copies]))
     svhn = sources.read_digits(digits)[1]
-    assert (svhn.n_copies, len(svhn.labels), len(svhn.groups)) == (3, 67, 67)
+    assert (len(svhn.labels), len(svhn.groups)) == (67, 67)
+    assert svhn.copies[0] == ("row 67 of svhn.npz", "row 40 of svhn.npz")
+    assert len(svhn.copies) == 3
     images = np.stack(list(svhn.images(np.arange(67), 32)))
     assert len(np.unique(images.reshape(67, -1), axis=0)) == 67
-    assert {domain.n_copies for domain in sources.read_digits(digits)[2:]} == {0}
+    assert not any(domain.copies for domain in sources.read_digits(digits)[2:])
 
 
-@pytest.fixture
-def office(tmp_path):
-    """Two domains in folders, two in zip files, as collections pass them round."""
-    names = [n.replace("_", "").removesuffix("computer") for n in sources.OFFICE_CLASSES]
-    for domain in ("amazon", "caltech10", "dslr", "webcam"):
-        for k, name in enumerate(names if domain != "webcam" else sources.OFFICE_CLASSES):
-            for n in range(2):
-                write_picture(tmp_path / domain / name / f"frame_{n}.png", (10 * k, n, 0))
-        (tmp_path / domain / "projector" / "notes.txt").write_text("no picture")
-    write_picture(tmp_path / "dslr" / "bookcase" / "frame_0.png", (1, 2, 3))  # of Office-31
-    for domain in ("caltech10", "dslr"):
-        with zipfile.ZipFile(tmp_path / f"images_{domain}.zip", "w") as archive:
-            for file in sorted((tmp_path / domain).rglob("*.*")):
-                archive.write(file, file.relative_to(tmp_path))
-                file.unlink()
-            for folder in sorted((tmp_path / domain).iterdir()):
-                folder.rmdir()
-            (tmp_path / domain).rmdir()
-    return tmp_path
+def test_the_digest_is_another_for_other_images_or_classes(digits):
+    found = [domain.digest for domain in sources.read_digits(digits)]
+    assert found == [domain.digest for domain in sources.read_digits(digits)]
+    damaged(digits / "usps.npz", y_test=lambda y: y[::-1])
+    damaged(digits / "mnist.npz", x_test=lambda x: x[::-1])
+    again = [domain.digest for domain in sources.read_digits(digits)]
+    assert [a == b for a, b in zip(found, again, strict=True)] == [False, True, False, True, True]
 
 
 def test_office_by_domain(office):
     domains = sources.read_office(office)
     assert [d.site for d in domains] == ["amazon", "caltech", "dslr", "webcam"]
     for domain in domains:
-        assert domain.labels.tolist() == [k for k in range(10) for _ in range(2)]
-        for row, image in enumerate(domain.images(np.arange(20), 16)):
+        assert domain.labels.tolist() == [k for k in range(10) for _ in range(6)]
+        for row, image in enumerate(domain.images(np.arange(60), 16)):
             assert image.shape == (16, 16, 3)
-            assert image[0, 0].tolist() == [10 * (row // 2), row % 2, 0]
+            assert image[0, 0].tolist() == [10 * (row // 6), row % 6, 0]
 
 
-def test_a_missing_class_or_domain_of_office_is_named(office):
+def test_a_missing_class_or_domain_of_office_is_named(office, picture):
     for file in (office / "amazon" / "mug").iterdir():
         file.unlink()
     (office / "amazon" / "mug").rmdir()
     with pytest.raises(SourceError, match="amazon has no folder for mug"):
         sources.read_office(office)
     (office / "images_dslr.zip").unlink()
-    write_picture(office / "amazon" / "mug" / "a.png", (0, 0, 0))
+    picture(office / "amazon" / "mug" / "a.png", (0, 0, 0))
     with pytest.raises(SourceError, match="no folder and no zip file of the domain 'dslr'"):
         sources.read_office(office)
 
 
-def test_a_grey_picture_gets_three_channels_and_a_damaged_one_is_named(office):
-    write_picture(office / "amazon" / "mug" / "frame_0.png", 7, mode="L")
+def test_a_grey_picture_gets_three_channels_and_a_damaged_one_is_named(office, picture):
+    picture(office / "amazon" / "mug" / "frame_0.png", 7, mode="L")
     (office / "amazon" / "mug" / "frame_1.png").write_bytes(b"\x89PNG no more")
     amazon = sources.read_office(office)[0]
     rows = np.flatnonzero(amazon.labels == sources.OFFICE_CLASSES.index("mug"))
     assert next(amazon.images(rows[:1], 8))[0, 0].tolist() == [7, 7, 7]
     with pytest.raises(SourceError, match=r"frame_1\.png cannot be read as a picture"):
         list(amazon.images(rows, 8))
-
-
-@pytest.fixture
-def domainnet(tmp_path):
-    """Four training and one test picture a class, in lists that are sorted by class."""
-    for domain in sources.DOMAINNET_DOMAINS:
-        lists = {"train": [], "test": []}
-        for k, name in enumerate(("aircraft_carrier", *sources.DOMAINNET_CLASSES, "zigzag")):
-            for n in range(5):
-                path = f"{domain}/{name}/{domain}_{k:03} {n}.jpg"  # a blank in a name
-                write_picture(tmp_path / path, (20 * k, 50 * n, 0))
-                lists["train" if n < 4 else "test"].append(f"{path} {k}")
-        for part, lines in lists.items():
-            (tmp_path / f"{domain}_{part}.txt").write_text("\n".join(lines) + "\n")
-    return tmp_path
 
 
 def test_domainnet_has_ten_classes_and_the_given_split(domainnet):
@@ -200,7 +145,11 @@ def test_a_copy_in_the_test_list_is_left_out(domainnet):
     (domainnet / "real/bird/real_001 4.jpg").write_bytes(picture)
     (domainnet / "real/bird/real_001 1.jpg").write_bytes(picture)
     real = sources.read_domainnet(domainnet)[4]
-    assert (real.n_copies, real.n_train, len(real.labels)) == (2, 39, 48)
+    assert (real.n_train, len(real.labels)) == (39, 48)
+    assert real.copies == (
+        ("real/bird/real_001 1.jpg", "real/bird/real_001 0.jpg"),
+        ("real/bird/real_001 4.jpg", "real/bird/real_001 0.jpg"),
+    )
     assert real.labels[39:].tolist() == list(range(1, 10))
 
 

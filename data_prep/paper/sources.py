@@ -18,10 +18,10 @@ was trained on would be scored as if it were new.
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,8 +103,10 @@ class Domain:
         Images with the same number show the same scene.
     n_train : int or None
         Where the split is given: so many first rows are for training.
-    n_copies : int
-        Images that were left out because they are exact copies of one before.
+    copies : tuple of (str, str)
+        Images that were left out because they are exact copies, and of which.
+    digest : str
+        Of all images and classes: another where any of them is.
     read : callable
         From a row and a size to an image, uint8, shape (size, size, 3).
     """
@@ -114,7 +116,8 @@ class Domain:
     classes: tuple[str, ...]
     groups: np.ndarray | None
     n_train: int | None
-    n_copies: int
+    copies: tuple[tuple[str, str], ...]
+    digest: str
     read: Reader
 
     def images(self, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -130,12 +133,27 @@ def _resized(picture: Any, size: int) -> np.ndarray:
     return np.asarray(picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
 
 
-def _first_of_each(contents: Iterable[bytes]) -> np.ndarray:
-    """Return the rows whose content does not stand in a row before."""
+class _Distinct(NamedTuple):
+    """Which rows hold an image that does not stand in a row before."""
+
+    rows: np.ndarray
+    copies: tuple[tuple[str, str], ...]
+    digest: str
+
+
+def _distinct(names: Sequence[str], contents: Iterable[bytes], labels: np.ndarray) -> _Distinct:
     seen: dict[bytes, int] = {}
+    copies = []
+    whole = hashlib.sha256(labels.tobytes())
     for row, content in enumerate(contents):
-        seen.setdefault(hashlib.sha256(content).digest(), row)
-    return np.array(list(seen.values()), dtype=np.int64)
+        digest = hashlib.sha256(content).digest()
+        whole.update(digest)
+        if digest in seen:
+            copies.append((names[row], names[seen[digest]]))
+        else:
+            seen[digest] = row
+    rows = np.array(list(seen.values()), dtype=np.int64)
+    return _Distinct(rows, tuple(copies), whole.hexdigest())
 
 
 # ----------------------------------------------------------------------------------------- digits
@@ -191,7 +209,9 @@ def _digit_domain(site: str, file: Path) -> Domain:
             n_before += len(x)
     if not images:
         raise SourceError(f"{file} has no images x")
-    kept = _first_of_each(image.tobytes() for image in images)
+    classes = np.concatenate(labels)
+    names = [f"row {row} of {file.name}" for row in range(len(images))]
+    kept, copies, digest = _distinct(names, (image.tobytes() for image in images), classes)
 
     def read(row: int, size: int) -> np.ndarray:
         from PIL import Image
@@ -200,11 +220,12 @@ def _digit_domain(site: str, file: Path) -> Domain:
 
     return Domain(
         site=site,
-        labels=np.concatenate(labels)[kept],
+        labels=classes[kept],
         classes=DIGIT_CLASSES,
         groups=np.concatenate(groups)[kept] if has_groups else None,
         n_train=None,
-        n_copies=len(images) - len(kept),
+        copies=copies,
+        digest=digest,
         read=read,
     )
 
@@ -275,18 +296,21 @@ def _picture_domain(
     pictures: list[tuple[str, int]],
     n_train: int | None,
 ) -> Domain:
-    kept = _first_of_each(root.joinpath(path).read_bytes() for path, _ in pictures)
+    labels = np.array([label for _, label in pictures], dtype=np.int64)
+    contents = (root.joinpath(path).read_bytes() for path, _ in pictures)
+    kept, copies, digest = _distinct([path for path, _ in pictures], contents, labels)
 
     def read(row: int, size: int) -> np.ndarray:
         return _read_picture(root.joinpath(pictures[kept[row]][0]), size)
 
     return Domain(
         site=site,
-        labels=np.array([label for _, label in pictures], dtype=np.int64)[kept],
+        labels=labels[kept],
         classes=classes,
         groups=None,
         n_train=None if n_train is None else int((kept < n_train).sum()),
-        n_copies=len(pictures) - len(kept),
+        copies=copies,
+        digest=digest,
         read=read,
     )
 

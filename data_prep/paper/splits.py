@@ -89,7 +89,8 @@ def split_pool(
     Returns
     -------
     train, test : np.ndarray of int
-        Row numbers; those of the training part in random order, so that its front is a sample.
+        Row numbers; those of the training part in random order, so that its front is a sample
+        (groups in random order, each in one piece).
 
     Raises
     ------
@@ -106,7 +107,10 @@ def split_pool(
         else:
             folds = StratifiedGroupKFold(round(1 / test_share), shuffle=True, random_state=seed)
             train, test = next(folds.split(rows, labels, groups))
-            train = np.random.default_rng(seed).permutation(train)
+            # Whole groups in random order, so that what is left over shares few with the front.
+            names, inverse = np.unique(groups, return_inverse=True)
+            place = np.random.default_rng(seed).permutation(len(names))
+            train = train[np.argsort(place[inverse[train]], kind="stable")]
     except ValueError as error:
         raise SplitError(f"{len(labels)} images cannot be split by class: {error}") from None
     return train, test

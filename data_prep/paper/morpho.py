@@ -8,7 +8,7 @@ given; the strengths are those of the published data sets. Needs scikit-image: t
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ __all__ = [
     "MIXTURES",
     "Shape",
     "fracture",
-    "shape_of",
     "swell",
     "thicken",
     "thin",
@@ -31,50 +30,48 @@ SCALE = 4
 """How many times a digit is enlarged."""
 
 
-@dataclass(frozen=True)
 class Shape:
     """A digit as a shape, `SCALE` times enlarged.
-
-    Attributes
-    ----------
-    mask : np.ndarray of bool, shape (SCALE * height, SCALE * width)
-        The strokes.
-    skeleton : np.ndarray of bool
-        Their medial axis.
-    distance : np.ndarray of float
-        From each point of the strokes to the ground, in enlarged pixels.
-    """
-
-    mask: np.ndarray
-    skeleton: np.ndarray
-    distance: np.ndarray
-
-    @property
-    def thickness(self) -> float:
-        """Mean thickness of the strokes, in pixels of the digit."""
-        return float(2 * self.distance[self.skeleton].mean() / SCALE)
-
-
-def shape_of(image: np.ndarray) -> Shape:
-    """Return the shape of a digit.
 
     Parameters
     ----------
     image : np.ndarray of uint8, shape (height, width)
         Bright strokes on dark ground.
 
+    Attributes
+    ----------
+    mask : np.ndarray of bool, shape (SCALE * height, SCALE * width)
+        The strokes.
+
     Raises
     ------
     SourceError
         If it is of one grey value, or scikit-image is not installed.
     """
-    large = _skimage("transform").pyramid_expand(image / 255, upscale=SCALE, order=3)
-    low, high = large.min(), large.max()
-    if high - low < 1e-6:
-        raise SourceError("a digit of one grey value has no shape")
-    mask = large >= (low + high) / 2
-    skeleton, distance = _skimage("morphology").medial_axis(mask, return_distance=True, rng=0)
-    return Shape(mask, skeleton, distance)
+
+    def __init__(self, image: np.ndarray) -> None:
+        large = _skimage("transform").pyramid_expand(image / 255, upscale=SCALE, order=3)
+        low, high = large.min(), large.max()
+        if high - low < 1e-6:
+            raise SourceError("a digit of one grey value has no shape")
+        self.mask: np.ndarray = large >= (low + high) / 2
+
+    @cached_property
+    def medial_axis(self) -> tuple[np.ndarray, np.ndarray]:
+        """The strokes' skeleton, bool, and each point's distance to the ground, in `SCALE`ths."""
+        found = _skimage("morphology").medial_axis(self.mask, return_distance=True, rng=0)
+        return found[0], found[1]
+
+    @property
+    def skeleton(self) -> np.ndarray:
+        """The medial axis of the strokes, bool, shaped as the mask."""
+        return self.medial_axis[0]
+
+    @property
+    def thickness(self) -> float:
+        """Mean thickness of the strokes, in pixels of the digit."""
+        skeleton, distance = self.medial_axis
+        return float(2 * distance[skeleton].mean() / SCALE)
 
 
 def _skimage(part: str) -> Any:
@@ -136,7 +133,7 @@ def fracture(
     inner = _away_from_tips_and_forks(shape.skeleton, int(margin * SCALE))
     cuts = np.zeros_like(shape.mask)
     for point in _points(inner if inner.any() else shape.skeleton, rng, n_fractures):
-        half = (shape.distance[tuple(point)] + 0.5 * SCALE) * _across(shape.skeleton, point)
+        half = (shape.medial_axis[1][tuple(point)] + 0.5 * SCALE) * _across(shape.skeleton, point)
         ends = np.concatenate([point + half, point - half]).astype(int)
         rows, columns = _skimage("draw").line(*ends)
         inside = (rows >= 0) & (rows < cuts.shape[0]) & (columns >= 0) & (columns < cuts.shape[1])
@@ -215,5 +212,5 @@ def transform(images: np.ndarray, kinds: Sequence[str], seed: int) -> tuple[np.n
     for row, image in enumerate(images):
         rng = np.random.default_rng([seed, row])
         chosen[row] = rng.integers(len(kinds))
-        result[row] = _to_pixels(KINDS[kinds[chosen[row]]](shape_of(image), rng))
+        result[row] = _to_pixels(KINDS[kinds[chosen[row]]](Shape(image), rng))
     return result, chosen

@@ -10,8 +10,8 @@ from scipy import ndimage
 
 pytest.importorskip("skimage", reason="scikit-image is not installed (the extra paper)")
 
-from data_prep import morpho
 from data_prep.errors import SourceError
+from data_prep.paper import morpho
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def rng(seed=0):
 
 @pytest.mark.parametrize("digit", ["one", "zero"])
 def test_a_shape_has_the_thickness_that_was_drawn(digit, request):
-    shape = morpho.shape_of(request.getfixturevalue(digit))
+    shape = morpho.Shape(request.getfixturevalue(digit))
     assert shape.mask.shape == (112, 112)
     assert 3.2 < shape.thickness < 4.3
     assert (shape.skeleton <= shape.mask).all()
@@ -56,7 +56,7 @@ def test_a_shape_has_the_thickness_that_was_drawn(digit, request):
     [(morpho.thin, 1 - 0.7, np.less_equal), (morpho.thicken, 1 + 1.0, np.greater_equal)],
 )
 def test_thinner_and_thicker_by_the_amount(zero, change, expected, compare):
-    shape = morpho.shape_of(zero)
+    shape = morpho.Shape(zero)
     mask = change(shape, rng())
     assert compare(mask, shape.mask).all()
     # The area of a ring goes with its width.
@@ -68,7 +68,7 @@ def test_thinner_and_thicker_by_the_amount(zero, change, expected, compare):
 
 
 def test_a_swelling_is_local_and_grows(one):
-    shape = morpho.shape_of(one)
+    shape = morpho.Shape(one)
     mask = morpho.swell(shape, rng(3))
     row, column = morpho._points(shape.skeleton, rng(3), 1)[0]
     y, x = np.mgrid[:112, :112]
@@ -81,7 +81,7 @@ def test_a_swelling_is_local_and_grows(one):
 @pytest.mark.parametrize("digit", ["one", "zero", "tee"])
 @pytest.mark.parametrize("seed", range(4))
 def test_fractures_cut_strokes_through(digit, seed, request):
-    shape = morpho.shape_of(request.getfixturevalue(digit))
+    shape = morpho.Shape(request.getfixturevalue(digit))
     mask = morpho.fracture(shape, rng(seed), n_fractures=1)
     assert (mask <= shape.mask).all()
     pieces = ndimage.label(mask, np.ones((3, 3)))[1]
@@ -91,7 +91,7 @@ def test_fractures_cut_strokes_through(digit, seed, request):
 
 
 def test_fractures_keep_away_from_tips_and_forks(tee):
-    shape = morpho.shape_of(tee)
+    shape = morpho.Shape(tee)
     inner = morpho._away_from_tips_and_forks(shape.skeleton, 2 * morpho.SCALE)
     assert 0 < inner.sum() < shape.skeleton.sum()
     rows, columns = np.nonzero(inner)
@@ -99,7 +99,7 @@ def test_fractures_keep_away_from_tips_and_forks(tee):
     assert fork.min() > morpho.SCALE
     dot = np.zeros((28, 28), np.uint8)
     dot[13:16, 13:16] = 255  # nothing is left of its skeleton
-    assert not morpho.fracture(morpho.shape_of(dot), rng()).all()
+    assert not morpho.fracture(morpho.Shape(dot), rng()).all()
 
 
 def test_digits_are_transformed_one_by_one(one, zero, tee):
@@ -126,10 +126,10 @@ def test_plain_digits_stay_nearly_as_they_are(one, zero, tee):
 
 def test_a_grey_image_has_no_shape():
     with pytest.raises(SourceError, match="one grey value"):
-        morpho.shape_of(np.full((28, 28), 9, np.uint8))
+        morpho.Shape(np.full((28, 28), 9, np.uint8))
 
 
 def test_without_scikit_image_the_extra_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "skimage.transform", None)
     with pytest.raises(SourceError, match=r"pip install 'fedbn\[paper\]'"):
-        morpho.shape_of(one)
+        morpho.Shape(one)
