@@ -252,7 +252,7 @@ def test_an_array_is_asked_about_in_the_order_of_the_model(finished_run, bundle,
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
     np.save(tmp_path / "b.npy", np.loadtxt(path))
     table, array = of_files(bundle, path, tmp_path / "b.npy")
-    assert array.probability == table.probability
+    assert np.array_equal(array.probability, table.probability)
 
 
 def test_other_refusals(finished_run, bundle, changed, tmp_path):

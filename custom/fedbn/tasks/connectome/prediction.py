@@ -25,6 +25,7 @@ from data_prep.connectome import (
 )
 from data_prep.errors import SourceError
 from data_prep.quality import silent_rois
+from data_prep.roi_files import read_roi_file
 from data_prep.site_store import EDGE_ORDER, SiteStore
 from fedbn.core.batches import TensorSamples
 from fedbn.tasks.bundling import (
@@ -231,8 +232,8 @@ def _of_file(trained_on: TrainedOn, path: Path) -> Case:
         raise PredictionError(f"there is no scan {path}")
     if path.suffix.lower() not in TABLES:
         raise PredictionError(
-            f"{path.name} is none of the inputs that are known: ROI time series as .1D, "
-            ".tsv, .csv or .npy, a functional scan as .nii or .nii.gz, or the folder of a site store"
+            f"{path.name} is none of the inputs that are known: ROI time series as .1D, .tsv, "
+            ".csv or .npy, a functional scan as .nii or .nii.gz, or the folder of a site store"
         )
     rois = rois_of(trained_on)
     try:
