@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo abide test lint benchmarks clean
+.PHONY: help install demo abide test lint benchmarks clean path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
@@ -26,14 +26,19 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-demo: $(READY)
+# FLARE splits the commands of its clients' processes at blanks.
+path-without-blank:
+	@case "$(abspath $(VENV))$(abspath $(RUNS))" in *" "*) echo "fedbn: FLARE's simulator cannot run" \
+		"in '$(CURDIR)': move the clone to a folder without a blank in its path" >&2; exit 1;; esac
+
+demo: path-without-blank $(READY)
 	$(BIN)/python -m data_prep synthetic --out $(RUNS)/demo/data
 	FEDBN_DATA="$(abspath $(RUNS))/demo/data" $(BIN)/nvflare simulator $(JOB) -n 4 -t 4 \
 		-w $(RUNS)/demo/workspace
 	@$(BIN)/fedbn results $(RUNS)/demo/workspace
 
 # The stores go where `nvflare simulator jobs/abide_fedbn -n 4` looks: $FEDBN_DATA, else ~/fedbn_data.
-abide: $(READY)
+abide: path-without-blank $(READY)
 	$(BIN)/python -m data_prep abide $(if $(SOURCE),--source "$(SOURCE)") \
 		--window 32 --stride $(STRIDE) --negative zero --same-length
 	$(BIN)/nvflare simulator $(JOB) -n 4 -t 4 -w $(RUNS)/abide/workspace
@@ -47,7 +52,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-benchmarks: $(READY)
+benchmarks: path-without-blank $(READY)
 	$(if $(SOURCE),$(BIN)/python benchmarks/connectome.py --source "$(SOURCE)",@echo "benchmarks/connectome.py needs SOURCE=<folder of ABIDE>: left out")
 	$(BIN)/python benchmarks/training.py --threads 1
 	$(BIN)/python benchmarks/training.py

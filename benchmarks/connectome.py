@@ -25,10 +25,11 @@ from nilearn.connectome import ConnectivityMeasure
 from sklearn.covariance import EmpiricalCovariance, LedoitWolf
 
 from data_prep import connectome
+from data_prep.abide import Abide, find_abide
 from data_prep.connectome import correlation_connectomes, window_starts
 from data_prep.harvard_oxford import ROIS
 from data_prep.quality import QualityRule, apply_rule
-from data_prep.sources import find_abide, join_abide_site, read_abide_subject, read_phenotypic
+from data_prep.roi_files import read_subjects
 
 TARGET = {"pearson": 20, "ledoit-wolf": 12}
 
@@ -106,9 +107,7 @@ def main() -> None:
 
 def load_scans(source: Path, site: str) -> list[np.ndarray]:
     """Return the series of the subjects that the default rule keeps."""
-    folder = find_abide(source)
-    join = join_abide_site(folder, site, read_phenotypic(folder))
-    subjects = [read_abide_subject(row, site) for row in join.joined]
+    subjects = list(read_subjects(Abide((find_abide(source),)).join(site)))
     kept, _ = apply_rule(subjects, QualityRule(), window=32, rois=ROIS)
     return [subject.series for subject in kept]
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.ndimage import gaussian_filter1d
 
-from data_prep.sources import find_abide, read_roi_file
+from data_prep.abide import find_abide
+from data_prep.roi_files import read_roi_file
 from fedbn.models.bundle import Bundle, read_bundle
 from fedbn.models.prediction import predict, predict_files
 from fedbn.tasks.connectome.prediction import rois_of, scan_of_series

@@ -1,128 +1,99 @@
-"""The command line: ``python -m data_prep abide | nifti | synthetic | check``."""
+"""The command line: ``python -m data_prep abide | nifti | series | images | synthetic | check``."""
 
-import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas
-from data_prep.connectome import ConnectomeSettings
-from data_prep.files import atomic_folder, file_checksum
+from data_prep.abide import (
+    ABIDE_PREPROCESSING,
+    ABIDE_SITES,
+    DEFAULT_SITES,
+    Abide,
+    fetch_abide,
+    find_abide,
+    repetition_time,
+)
+from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas, read_rois
+from data_prep.compatibility import check_compatible
+from data_prep.errors import StoreError, TooSmallError
+from data_prep.files import file_checksum
+from data_prep.folds import assign_folds
+from data_prep.images.command import check_image_stores, images, synthetic_images
+from data_prep.images.store import is_image_store
+from data_prep.images.synthetic import SCANNERS, Cohort
 from data_prep.nifti import (
     DEFAULT_SPACE,
     CheckedScan,
-    NiftiSite,
-    Scan,
     check_scan,
     find_fmriprep_scans,
     find_scans,
     fmriprep_version,
-    join_participants,
     one_repetition_time,
-    parse_diagnosis_words,
     read_nifti_subject,
-    read_participant_table,
 )
-from data_prep.preparation import FoldPlan, Preparation, build_site_store, unchanged_store
-from data_prep.quality import Exclusion, QualityRule
-from data_prep.roi_files import (
-    describe_series,
-    holds_series,
-    refuse_foreign_series,
-    write_roi_file,
+from data_prep.options import (
+    Mismatch,
+    ParticipantOptions,
+    StoreOptions,
+    check_mismatch,
+    option,
+    refuse_taken_apart,
+    take_options,
 )
-from data_prep.site_store import (
-    TABLES_AND_ARRAY,
-    SiteStore,
-    StoreError,
-    assign_folds,
-    check_compatible,
-    default_data_root,
-    find_site_stores,
-    read_site_store,
-)
-from data_prep.sources import (
-    ABIDE_PREPROCESSING,
-    ABIDE_SITES,
-    PHENOTYPIC,
-    AbideSite,
-    Subject,
-    fetch_abide,
-    find_abide,
-    join_abide_site,
-    read_abide_subject,
-    read_phenotypic,
-)
+from data_prep.paper.command import COMMANDS
+from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
+from data_prep.preparation import FoldPlan, Preparation, SiteSource
+from data_prep.quality import Exclusion
+from data_prep.report import SiteReport, show_stores
+from data_prep.roi_files import read_subjects, refuse_foreign_series, rois_of
+from data_prep.scans import Scan, find_files, one_a_participant, scan_of
+from data_prep.site_store import TABLES_AND_ARRAY, find_site_stores, read_site_store
 from data_prep.store_folder import refuse_foreign_folder
-from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site
-from data_prep.terminal import one_sentence_errors, progress_bar, screen, usage_errors
+from data_prep.synthetic import GENERATOR_VERSION, NOTE, SITES, generate_site, hospital
+from data_prep.terminal import (
+    one_sentence_errors,
+    progress_bar,
+    screen,
+    show_any_text,
+    usage_errors,
+)
 from data_prep.timeseries import (
     CONFOUND_PRESETS,
     DEFAULT_CONFOUNDS,
     STANDARDIZATIONS,
-    TR_RANGE,
     ExtractionSettings,
+    check_tr,
     parse_confounds,
 )
 
 app = typer.Typer(
-    help="From scans to a site store of connectomes, at each hospital.",
+    callback=show_any_text,
+    help="From scans or images to a site store, at each hospital.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # errors stay one plain sentence
     pretty_exceptions_enable=False,
 )
 
-OutOption = Annotated[
-    Path | None,
+EXPLAINED = {"allow_extra_args": True}  # what the shell made of a pattern, to explain it
+
+app.command(context_settings=EXPLAINED)(images)
+for paper_command in COMMANDS:
+    app.command()(paper_command)
+
+#: Folds that a site must allow, to be worth training on; as `check` asks for.
+USUAL_FOLDS = 5
+
+SitesOption = Annotated[
+    str | None,
     typer.Option(
-        help="Folder that gets one store a site. Default: $FEDBN_DATA, else ~/fedbn_data.",
-        show_default=False,
+        help="Sites, separated by commas; of connectomes any name is a hospital of its own.",
+        show_default="all four",
     ),
 ]
-WindowOption = Annotated[int, typer.Option(help="Length of the sliding window, in time points.")]
-StrideOption = Annotated[int, typer.Option(help="Step between windows, in time points.")]
-WholeScanOption = Annotated[
-    bool, typer.Option("--whole-scan", help="One connectome a subject, no windows.")
-]
-EstimatorOption = Annotated[
-    str, typer.Option(help="Covariance estimator: ledoit-wolf or pearson (no shrinkage).")
-]
-NegativeOption = Annotated[
-    str, typer.Option(help="Negative values: keep, or zero as the paper's authors did.")
-]
-KindOption = Annotated[
-    str,
-    typer.Option(
-        help="correlation; for whole scans also 'partial correlation', covariance, tangent."
-    ),
-]
-SilentRoisOption = Annotated[
-    str,
-    typer.Option(
-        help="A subject with an ROI without signal: exclude, or keep-zero (its edges are 0)."
-    ),
-]
-MinTimepointsOption = Annotated[
-    int | None,
-    typer.Option(help="Leave out shorter scans. Default: the window.", show_default=False),
-]
-SameLengthOption = Annotated[
-    bool, typer.Option("--same-length", help="Leave out scans of another length than most.")
-]
-FoldOption = Annotated[
-    int | None, typer.Option(help="With tangent: the fold kept out of the reference.")
-]
-SeedOption = Annotated[int, typer.Option(help="Seed of the folds.")]
-FoldsOption = Annotated[
-    int | None, typer.Option(help="Fix this many folds by subject in the store.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Write even if nothing has changed.")]
 
 
 def parse_sites(text: str, known: Sequence[str]) -> list[str]:
@@ -137,290 +108,293 @@ def parse_sites(text: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+# ------------------------------------------------------------------------------------------ abide
+
+
 @app.command()
 @one_sentence_errors
+@take_options
 def abide(
-    out: OutOption = None,
+    options: StoreOptions,
     source: Annotated[
-        Path | None,
-        typer.Option(help="Local nilearn folder of ABIDE; nothing is downloaded then."),
+        list[Path] | None,
+        option("Local nilearn folder of ABIDE, once a folder; then nothing is downloaded."),
     ] = None,
-    sites: Annotated[str, typer.Option(help="Sites, separated by commas.")] = ",".join(ABIDE_SITES),
-    window: WindowOption = 32,
-    stride: StrideOption = 1,
-    whole_scan: WholeScanOption = False,
-    estimator: EstimatorOption = "ledoit-wolf",
-    kind: KindOption = "correlation",
-    negative: NegativeOption = "keep",
-    silent_rois: SilentRoisOption = "exclude",
-    min_timepoints: MinTimepointsOption = None,
-    same_length: SameLengthOption = False,
-    mismatch: Annotated[
-        str,
-        typer.Option(
-            help="Phenotypic rows without scan, scans without row: error, or drop and list them."
-        ),
-    ] = "error",
-    folds: FoldsOption = None,
-    fold: FoldOption = None,
-    seed: SeedOption = 0,
-    force: ForceOption = False,
+    sites: Annotated[str, option("Sites, separated by commas; all: every one with a scan.")] = (
+        ",".join(DEFAULT_SITES)
+    ),
+    keep_small: Annotated[
+        bool, option("With all: keep sites that are too small to train on.", "--keep-small")
+    ] = False,
+    mismatch: Mismatch = "error",
 ) -> None:
     """Make site stores from ABIDE's ROI time series, downloaded or local."""
-    names = parse_sites(sites, list(ABIDE_SITES))
+    every = sites.strip().lower() == "all"
+    for name, abide_site in ABIDE_SITES.items():
+        sites = ",".join(name if s.strip() == abide_site else s for s in sites.split(","))
+    names = list(ABIDE_SITES) if every else parse_sites(sites, list(ABIDE_SITES))
     with usage_errors():
-        _refuse_other_mismatch(mismatch)
-        preparation = Preparation(
-            settings=ConnectomeSettings(
-                kind,
-                estimator,
-                None if whole_scan else window,
-                None if whole_scan else stride,
-                negative,
-            ),
-            rule=QualityRule(silent_rois, min_timepoints, same_length),
-            folds=_fold_plan(folds, fold, seed),
-        )
-    folder = fetch_abide(names) if source is None else find_abide(source)
-    rows = read_phenotypic(folder)
-    joins = [join_abide_site(folder, name, rows) for name in names]
+        check_mismatch(mismatch)
+        options.preparation()
+    data = Abide(tuple(map(find_abide, source)) if source else (fetch_abide(names),))
+    joins = [data.join(name) for name in (data.sites() if every else names)]
     for join in joins:
-        if mismatch == "error":
-            join.refuse_mismatch()
-    root = out or default_data_root()
-    phenotypic = {PHENOTYPIC: file_checksum(folder / PHENOTYPIC)}
+        check_mismatch(mismatch, join)
     report = SiteReport()
     for join in joins:
-        _prepare_abide_site(root / join.site, join, preparation, phenotypic, report, force)
-    report.show(root)
+        try:
+            tr = _one_time(join, options)
+            n_folds = None if not every or keep_small else options.folds or USUAL_FOLDS
+            shown = replace(join, left_out=())  # by ABIDE's quality check: hundreds
+            of_site = _abide_source(data, join)
+            options.make(of_site, options.preparation(tr), report, shown, n_folds=n_folds)
+        except TooSmallError as error:
+            if not every:
+                raise
+            report.leave_out(str(error))
+    report.show(options.root)
 
 
-def _refuse_other_mismatch(mismatch: str) -> None:
-    if mismatch not in ("error", "drop"):
-        raise ValueError(f"mismatch is {mismatch!r}; allowed are error, drop")
+def _repetition_times(join: JoinedSite) -> list[float]:
+    return sorted({repetition_time(scan.file) for _, scan in join.joined})
 
 
-def _fold_plan(folds: int | None, fold: int | None, seed: int) -> FoldPlan | None:
-    if folds is None:
-        if fold is not None:
-            raise ValueError("--fold needs --folds")
-        return None
-    return FoldPlan(folds, seed, fold)
-
-
-def _prepare_abide_site(
-    folder: Path,
-    join: AbideSite,
-    preparation: Preparation,
-    phenotypic: dict[str, str],
-    report: "SiteReport",
-    force: bool,
-) -> None:
-    inputs: dict[str, object] = dict(phenotypic)
-    inputs |= {row.scan.name: file_checksum(row.scan) for row in join.joined}
-    inputs |= {"without_scan": list(join.without_scan), "without_row": list(join.without_row)}
-    store = unchanged_store(folder, preparation.fingerprint(join.site, inputs))
-    if store is not None and not force:
-        report.add(store, expected=join.expected, join=join, unchanged=True)
-        return
-    subjects = []
-    with progress_bar(f"{join.site}: reading", len(join.joined)) as step:
-        for row in join.joined:
-            subjects.append(read_abide_subject(row, join.site))
-            step()
-    with progress_bar(f"{join.site}: connectomes", len(subjects)) as step:
-        store, _ = build_site_store(
-            folder,
-            site=join.site,
-            subjects=subjects,
-            preparation=preparation,
-            inputs=inputs,
-            description={
-                "source": {
-                    "name": "ABIDE I, Preprocessed Connectomes Project",
-                    "SITE_ID": ABIDE_SITES[join.site],
-                    "derivative": "rois_ho",
-                    "layout": "nilearn.datasets.fetch_abide_pcp",
-                },
-                "preprocessing": ABIDE_PREPROCESSING,
-                "synthetic": False,
-                "join": {
-                    "expected": join.expected,
-                    "not_checked": [list(entry) for entry in join.not_checked],
-                    "without_scan": list(join.without_scan),
-                    "without_row": list(join.without_row),
-                },
-            },
-            on_subject=step,
+def _one_time(join: JoinedSite, options: StoreOptions) -> float | None:
+    times = _repetition_times(join)
+    if options.window_seconds and len(times) > 1:
+        raise TooSmallError(
+            f"site {join.site!r}: its scans have the repetition times "
+            f"{', '.join(f'{tr:g}' for tr in times)} s, so no window is the same time in all"
         )
-    report.add(store, expected=join.expected, join=join)
+    return times[0] if times else None
 
 
-@app.command(context_settings={"allow_extra_args": True})  # to explain them below
+def _abide_source(data: Abide, join: JoinedSite) -> SiteSource:
+    times = _repetition_times(join)
+    one = len(times) == 1
+    return SiteSource(
+        site=join.site,
+        subjects=read_subjects(join),
+        n_subjects=len(join.joined),
+        inputs={**data.inputs(), **join.inputs()},
+        description={
+            "source": {
+                "name": "ABIDE I, Preprocessed Connectomes Project",
+                "SITE_ID": ABIDE_SITES[join.site],
+                "derivative": "rois_ho",
+                "layout": "nilearn.datasets.fetch_abide_pcp",
+            },
+            "preprocessing": ABIDE_PREPROCESSING,
+            "synthetic": False,
+            **({"repetition_time_s": times[0]} if one else {"repetition_times_s": times}),
+            "join": join.describe(),
+        },
+    )
+
+
+# ----------------------------------------------------------------------------------------- series
+
+
+@app.command(context_settings=EXPLAINED)
 @one_sentence_errors
-def nifti(
+@take_options
+def series(
     context: typer.Context,
+    input: Annotated[
+        str,
+        option(
+            "Pattern of the files, in quotation marks: 'DIR/*.1D'; .1D, csv, tsv or npy, one a "
+            "participant, with the id in its name."
+        ),
+    ],
+    people: ParticipantOptions,
+    options: StoreOptions,
+    rois: Annotated[
+        Path | None,
+        option(
+            "Table of the regions' ids and names; it fixes the ROI list. Default: the first file's "
+            "header."
+        ),
+    ] = None,
     atlas: Annotated[
-        Path, typer.Option(help="NIfTI label map: at each voxel the id of its region.")
-    ],
-    labels: Annotated[
-        Path, typer.Option(help="Table of the regions' ids and names; it fixes the ROI list.")
-    ],
-    participants: Annotated[
-        Path, typer.Option(help="BIDS participants.tsv: participant_id, diagnosis, age, sex.")
-    ],
-    site: Annotated[str, typer.Option(help="Name of this hospital; its store gets this name.")],
+        str, option("Name of the atlas, the same at every site.")
+    ] = "atlas without a name",
+    preprocessing: Annotated[
+        str, option("How the series were made of scans, the same at every site.")
+    ] = "not stated",
+    tr: Annotated[float | None, option("Repetition time in seconds.")] = None,
+) -> None:
+    """Make the site store of a hospital from ROI time series, of any atlas."""
+    with usage_errors():
+        people.check()
+        refuse_taken_apart(context, "--input")
+        check_tr(tr)
+        if options.window_seconds and tr is None:
+            raise ValueError("--window-seconds needs --tr")
+        preparation = options.preparation(tr)
+    rows, left_out = people.read()
+    ids = [*(person.participant_id for person in rows), *(who for who, _ in left_out)]
+    files = find_files(input, "--input", "*.1D")
+    scans = [scan_of(file) or Scan(who_is_named(file, ids) or file.name, file) for file in files]
+    join = join_participants(people.site, rows, left_out, one_a_participant(scans, "--input"))
+    check_mismatch(people.mismatch, join)
+    table = read_rois(rois) if rois else rois_of(join.joined[0][1].file)
+    source = SiteSource(
+        site=people.site,
+        subjects=read_subjects(join, table),
+        n_subjects=len(join.joined),
+        inputs={
+            people.participants.name: file_checksum(people.participants),
+            "rois": [list(roi) for roi in table],
+            "stated": [atlas, preprocessing, tr],
+            **join.inputs(),
+        },
+        description={
+            "source": {"name": "ROI time series", **people.describe()},
+            "preprocessing": preprocessing,
+            "synthetic": False,
+            **({"repetition_time_s": tr} if tr else {}),
+            "join": join.describe(),
+        },
+        atlas=f"{atlas} ({len(table)} ROIs)",
+        rois=table,
+    )
+    report = SiteReport()
+    options.make(source, preparation, report, join)
+    report.show(options.root)
+
+
+# ------------------------------------------------------------------------------------------ nifti
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """Which scans are read, and how ROI time series are made of them."""
+
     images: Annotated[
         str | None,
-        typer.Option(
-            help="Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. "
-            "With --fmriprep: inside that folder.",
-            show_default=False,
+        option(
+            "Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. With "
+            "--fmriprep: inside that folder."
         ),
-    ] = None,
-    fmriprep: Annotated[
-        Path | None,
-        typer.Option(help="fMRIPrep's folder of derivatives, instead.", show_default=False),
-    ] = None,
-    out: OutOption = None,
-    timeseries_out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the ROI time series here, a .1D file a subject."),
-    ] = None,
-    session: Annotated[str | None, typer.Option(help="Take ses-<this> only.")] = None,
-    task: Annotated[str | None, typer.Option(help="Take task-<this> only.")] = None,
-    run: Annotated[str | None, typer.Option(help="Take run-<this> only.")] = None,
+    ] = None
+    fmriprep: Annotated[Path | None, option("fMRIPrep's folder of derivatives, instead.")] = None
+    session: Annotated[str | None, option("Take ses-<this> only.")] = None
+    task: Annotated[str | None, option("Take task-<this> only.")] = None
+    run: Annotated[str | None, option("Take run-<this> only.")] = None
     space: Annotated[
-        str, typer.Option(help="With --fmriprep: the template space, which must be the atlas's.")
-    ] = DEFAULT_SPACE,
+        str, option("With --fmriprep: the template space, which must be the atlas's.")
+    ] = DEFAULT_SPACE
     confounds: Annotated[
         str | None,
-        typer.Option(
-            help=f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of "
-            f"nilearn's load_confounds. Default: {DEFAULT_CONFOUNDS}.",
-            show_default=False,
+        option(
+            f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of nilearn's "
+            f"load_confounds. Default: {DEFAULT_CONFOUNDS}."
         ),
-    ] = None,
+    ] = None
     tr: Annotated[
-        float | None,
-        typer.Option(help="Repetition time in seconds, instead of header and JSON sidecar."),
+        float | None, option("Repetition time in seconds, instead of header and JSON sidecar.")
+    ] = None
+    high_pass: Annotated[float, option("Lower cut-off in Hz; 0 for none.")] = 0.01
+    low_pass: Annotated[float, option("Upper cut-off in Hz; 0 for none.")] = 0.1
+    no_detrend: Annotated[bool, option("Leave linear trends in.", "--no-detrend")] = False
+    standardize: Annotated[str, option(f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")] = (
+        "zscore"
+    )
+
+    def extraction(self) -> ExtractionSettings:
+        """Return the settings, or raise a ValueError for options that do not go together."""
+        check_tr(self.tr)
+        confounds = None
+        if self.fmriprep is not None and self.confounds != "none":
+            confounds = parse_confounds(self.confounds or DEFAULT_CONFOUNDS)
+        elif self.fmriprep is None and self.images is None:
+            raise ValueError("name the scans with --images, or fMRIPrep's folder with --fmriprep")
+        elif self.fmriprep is None and self.confounds not in (None, "none"):
+            raise ValueError("--confounds needs --fmriprep: only its tables of confounds are read")
+        return ExtractionSettings(
+            self.high_pass or None,
+            self.low_pass or None,
+            not self.no_detrend,
+            self.standardize,
+            confounds,
+        )
+
+    def find(self, settings: ExtractionSettings) -> list[Scan]:
+        """Find one scan a participant."""
+        wanted = {"ses": self.session, "task": self.task, "run": self.run}
+        if self.fmriprep is None:
+            return find_scans(self.images or "", wanted)
+        return find_fmriprep_scans(
+            self.fmriprep,
+            wanted,
+            space=self.space,
+            pattern=self.images,
+            smoothed_by_aroma=(settings.confounds or {}).get("ica_aroma") == "full",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the site store states of the source."""
+        source: dict[str, Any] = {"name": "NIfTI scans"}
+        if self.fmriprep is not None:
+            version = fmriprep_version(self.fmriprep)
+            source = {"name": "fMRIPrep derivatives", "space": self.space, "generated_by": version}
+        selection = {"session": self.session, "task": self.task, "run": self.run}
+        return {**source, "tr_set_by_user": self.tr is not None, "selection": selection}
+
+
+@app.command(context_settings=EXPLAINED)
+@one_sentence_errors
+@take_options
+def nifti(
+    context: typer.Context,
+    atlas: Annotated[Path, option("NIfTI label map: at each voxel the id of its region.")],
+    labels: Annotated[Path, option("Table of the regions' ids and names; it fixes the ROI list.")],
+    people: ParticipantOptions,
+    of_scans: ScanOptions,
+    options: StoreOptions,
+    timeseries_out: Annotated[
+        Path | None, option("Also write the ROI time series here, a .1D file a subject.")
     ] = None,
-    high_pass: Annotated[float, typer.Option(help="Lower cut-off in Hz; 0 for none.")] = 0.01,
-    low_pass: Annotated[float, typer.Option(help="Upper cut-off in Hz; 0 for none.")] = 0.1,
-    no_detrend: Annotated[
-        bool, typer.Option("--no-detrend", help="Leave linear trends in.")
-    ] = False,
-    standardize: Annotated[
-        str, typer.Option(help=f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")
-    ] = "zscore",
     label_offset: Annotated[
-        int, typer.Option(help="Added to each id of the labels table (1 if it counts from 0).")
+        int, option("Added to each id of the labels table (1 if it counts from 0).")
     ] = 0,
     unlisted_labels: Annotated[
-        str, typer.Option(help="Atlas labels that the table does not name: error, or drop.")
+        str, option("Atlas labels that the table does not name: error, or drop.")
     ] = "error",
-    diagnosis_column: Annotated[
-        str, typer.Option(help="Column of the participants table.")
-    ] = "diagnosis",
-    diagnosis_word: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a word there means, such as ASD=autism, TD=control, ADHD=leave-out; "
-            "give it once a word.",
-            show_default=False,
-        ),
-    ] = None,
-    window: WindowOption = 32,
-    stride: StrideOption = 1,
-    whole_scan: WholeScanOption = False,
-    estimator: EstimatorOption = "ledoit-wolf",
-    kind: KindOption = "correlation",
-    negative: NegativeOption = "keep",
-    silent_rois: SilentRoisOption = "exclude",
-    min_timepoints: MinTimepointsOption = None,
-    same_length: SameLengthOption = False,
-    mismatch: Annotated[
-        str,
-        typer.Option(
-            help="Participants without scan, scans without participant: error, or drop and list."
-        ),
-    ] = "error",
-    folds: FoldsOption = None,
-    fold: FoldOption = None,
-    seed: SeedOption = 0,
-    force: ForceOption = False,
 ) -> None:
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
     with usage_errors():
-        _refuse_other_mismatch(mismatch)
-        if context.args:
-            raise ValueError(
-                f"{context.args[0]!r} is no option; put the pattern of --images in quotation "
-                "marks, so that the shell leaves it as it is"
-            )
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site):
-            raise ValueError(f"site is {site!r}; use letters, digits, '-', '_' and '.'")
-        if tr is not None and not TR_RANGE[0] <= tr <= TR_RANGE[1]:
-            raise ValueError(f"tr is {tr:g} s, which no functional scan has; it is in seconds")
+        people.check()
+        refuse_taken_apart(context, "--images")
         if unlisted_labels not in UNLISTED_RULES:
             raise ValueError(
                 f"unlisted labels is {unlisted_labels!r}; allowed are {', '.join(UNLISTED_RULES)}"
             )
-        words = parse_diagnosis_words(diagnosis_word or [])
-        preparation = Preparation(
-            settings=ConnectomeSettings(
-                kind,
-                estimator,
-                None if whole_scan else window,
-                None if whole_scan else stride,
-                negative,
-            ),
-            rule=QualityRule(silent_rois, min_timepoints, same_length),
-            folds=_fold_plan(folds, fold, seed),
-            extraction=ExtractionSettings(
-                high_pass or None,
-                low_pass or None,
-                not no_detrend,
-                standardize,
-                _confounds(confounds, images, fmriprep),
-            ),
-        )
-    scans = _nifti_scans(images, fmriprep, space, preparation, ses=session, task=task, run=run)
-    rows, left_out = read_participant_table(participants, words, diagnosis_column)
-    join = join_participants(site, rows, left_out, scans)
-    if mismatch == "error":
-        join.refuse_mismatch()
+        extraction = of_scans.extraction()
+        options.preparation(of_scans.tr, extraction)
+    found = of_scans.find(extraction)
+    join = join_participants(people.site, *people.read(), found)
+    check_mismatch(people.mismatch, join)
     regions = read_atlas(atlas, labels, label_offset=label_offset, unlisted=unlisted_labels)
-    source: dict[str, object] = {"name": "NIfTI scans"}
-    if fmriprep is not None:
-        source = {
-            "name": "fMRIPrep derivatives",
-            "space": space,
-            "generated_by": fmriprep_version(fmriprep),
-        }
-    source |= {
-        "tr_set_by_user": tr is not None,
-        "selection": {"session": session, "task": task, "run": run},
-        "diagnosis_column": diagnosis_column,
-        "diagnosis_words": words,
-    }
+    # Now, not after hours of reading scans.
+    refuse_foreign_folder(options.root / people.site, TABLES_AND_ARRAY)
+    if timeseries_out is not None:
+        refuse_foreign_series(timeseries_out)
+    scans = []
+    with progress_bar(f"{people.site}: checking", len(join.joined)) as step:
+        for person, scan in join.joined:
+            scans.append(check_scan(people.site, person, scan, extraction, of_scans.tr))
+            step()
+    seconds = one_repetition_time(people.site, scans)
+    preparation = options.preparation(seconds, extraction)
+    about = {**of_scans.describe(), **people.describe()}
+    participants = {people.participants.name: file_checksum(people.participants)}
+    source = _nifti_source(join, scans, regions, preparation, seconds, about, participants)
     report = SiteReport()
-    root = out or default_data_root()
-    store = _prepare_nifti_site(
-        root / site,
-        join,
-        regions,
-        preparation,
-        inputs={participants.name: file_checksum(participants)},
-        source=source,
-        tr=tr,
-        series_out=timeseries_out,
-        report=report,
-        force=force,
-    )
-    report.show(root)
-    censored = store.description.get("censored_volumes", {})
-    if censored:
+    store = options.make(source, preparation, report, join, series_out=timeseries_out)
+    report.show(options.root)
+    if censored := store.description.get("censored_volumes", {}):
         screen.print(
             f"Censored by the confounds: {sum(censored.values())} volume(s) of {len(censored)} "
             f"scan(s), at most {max(censored.values())} of one."
@@ -435,219 +409,118 @@ def nifti(
         )
 
 
-def _confounds(
-    text: str | None, images: str | None, fmriprep: Path | None
-) -> dict[str, Any] | None:
-    """Return the confound strategy, and refuse options that do not go together."""
-    if fmriprep is None:
-        if images is None:
-            raise ValueError("name the scans with --images, or fMRIPrep's folder with --fmriprep")
-        if text not in (None, "none"):
-            raise ValueError("--confounds needs --fmriprep: only its tables of confounds are read")
-        return None
-    return None if text == "none" else parse_confounds(text or DEFAULT_CONFOUNDS)
-
-
-def _nifti_scans(
-    images: str | None,
-    fmriprep: Path | None,
-    space: str,
+def _nifti_source(
+    join: JoinedSite,
+    scans: Sequence[CheckedScan],
+    regions: Atlas,
     preparation: Preparation,
-    **wanted: str | None,
-) -> list[Scan]:
-    if fmriprep is None:
-        assert images is not None
-        return find_scans(images, wanted)
-    assert preparation.extraction is not None
-    confounds = preparation.extraction.confounds or {}
-    return find_fmriprep_scans(
-        fmriprep,
-        wanted,
-        space=space,
-        pattern=images,
-        smoothed_by_aroma=confounds.get("ica_aroma") == "full",
-    )
+    seconds: float,
+    about: dict[str, Any],
+    inputs: dict[str, Any],
+) -> SiteSource:
+    extraction = preparation.extraction
+    assert extraction is not None
+    made_of = ", ".join(str(about[key]) for key in ("name", "space") if key in about)
+    description: dict[str, Any] = {
+        "source": about,
+        "preprocessing": f"{extraction.title} ({made_of})",
+        "synthetic": False,
+        "atlas_files": regions.describe(),
+        "repetition_time_s": seconds,
+        "join": join.describe(),
+    }
 
+    def subjects() -> Iterator[Subject | Exclusion]:
+        shortest = preparation.rule.shortest(preparation.settings.window)
+        for checked in scans:  # one scan in memory at a time
+            one = read_nifti_subject(checked, join.site, regions, extraction, shortest)
+            if isinstance(one, Subject) and len(one.series) < checked.n_volumes:
+                censored = description.setdefault("censored_volumes", {})
+                censored[one.participant_id] = checked.n_volumes - len(one.series)
+            yield one
 
-def _prepare_nifti_site(
-    folder: Path,
-    join: NiftiSite,
-    atlas: Atlas,
-    preparation: Preparation,
-    *,
-    inputs: dict[str, object],
-    source: dict[str, object],
-    tr: float | None,
-    series_out: Path | None,
-    report: "SiteReport",
-    force: bool,
-) -> SiteStore:
-    assert preparation.extraction is not None
-    site = join.site
-    refuse_foreign_folder(folder, TABLES_AND_ARRAY)  # now, not after hours of reading scans
-    if series_out is not None:
-        refuse_foreign_series(series_out)
-    scans: list[CheckedScan] = []
-    with progress_bar(f"{site}: checking", len(join.joined)) as step:
-        for row, scan in join.joined:
-            scans.append(check_scan(site, row, scan, preparation.extraction, tr))
-            step()
-    seconds = one_repetition_time(site, scans)
     for checked in scans:
         inputs |= checked.inputs
     inputs |= {
-        **dict([atlas.image_file, atlas.labels_file]),
-        "label_offset": atlas.label_offset,
-        "unlisted_labels": list(atlas.unlisted),
+        **dict([regions.image_file, regions.labels_file]),
+        "label_offset": regions.label_offset,
+        "unlisted_labels": list(regions.unlisted),
         "repetition_time": seconds,
-        "left_out": [list(entry) for entry in join.left_out],
-        "without_scan": list(join.without_scan),
-        "without_row": list(join.without_row),
+        **join.describe(),
     }
-    fingerprint = preparation.fingerprint(site, inputs)
-    store = unchanged_store(folder, fingerprint)
-    complete = series_out is None or holds_series(series_out, fingerprint)
-    if store is not None and complete and not force:
-        report.add(store, expected=join.expected, join=join, unchanged=True)
-        return store
-    subjects: list[Subject] = []
-    unread: list[Exclusion] = []
-    censored: dict[str, int] = {}
-    shortest = preparation.rule.shortest(preparation.settings.window)
-    writing = atomic_folder(series_out, private=True) if series_out else nullcontext()
-    with writing as series_folder:
-        with progress_bar(f"{site}: time series", len(scans)) as step:
-            for checked in scans:  # one scan in memory at a time
-                found = read_nifti_subject(checked, site, atlas, preparation.extraction, shortest)
-                if isinstance(found, Exclusion):
-                    unread.append(found)
-                else:
-                    subjects.append(found)
-                    if len(found.series) < checked.n_volumes:
-                        censored[found.participant_id] = checked.n_volumes - len(found.series)
-                    if series_folder is not None:
-                        write_roi_file(
-                            series_folder, found.participant_id, found.series, atlas.rois
-                        )
-                step()
-        made_of = ", ".join(str(source[key]) for key in ("name", "space") if key in source)
-        description = {
-            "source": source,
-            "preprocessing": f"{preparation.extraction.title} ({made_of})",
-            "synthetic": False,
-            "atlas_files": atlas.describe(),
-            "repetition_time_s": seconds,
-            **({"censored_volumes": censored} if censored else {}),
-            "join": {
-                "expected": join.expected,
-                "left_out": [list(entry) for entry in join.left_out],
-                "without_scan": list(join.without_scan),
-                "without_row": list(join.without_row),
-            },
-        }
-        with progress_bar(f"{site}: connectomes", len(subjects)) as step:
-            store, _ = build_site_store(
-                folder,
-                site=site,
-                subjects=subjects,
-                preparation=preparation,
-                inputs=inputs,
-                description=description,
-                atlas=atlas.title,
-                rois=atlas.rois,
-                unread=unread,
-                on_subject=step,
-            )
-        if series_folder is not None:
-            names = (*description, "extraction", "absent_rois", "inputs", "versions", "fingerprint")
-            describe_series(
-                series_folder,
-                atlas.rois,
-                {
-                    "Name": f"{site}: ROI time series",
-                    "atlas": atlas.title,
-                    **{key: store.description[key] for key in names if key in store.description},
-                },
-            )
-    report.add(store, expected=join.expected, join=join)
-    return store
+    return SiteSource(
+        *(join.site, subjects(), len(scans), inputs, description), regions.title, regions.rois
+    )
+
+
+# ---------------------------------------------------------------------------- synthetic and check
+
+
+@dataclass(frozen=True)
+class SyntheticOptions(StoreOptions):
+    """The same, with fewer windows."""
+
+    stride: Annotated[int, option("Step between windows, in volumes.")] = 16
+    seed: Annotated[int, option("Seed of the cohort, and of folds if any.")] = 0
 
 
 @app.command()
 @one_sentence_errors
+@take_options
 def synthetic(
-    out: OutOption = None,
-    sites: Annotated[str, typer.Option(help="Sites, separated by commas.")] = ",".join(SITES),
-    seed: Annotated[int, typer.Option(help="Seed of the cohort, and of folds if any.")] = 0,
-    subjects: Annotated[
-        int | None,
-        typer.Option(help="Subjects at each site. Default: 40 to 52.", show_default=False),
-    ] = None,
-    no_shift: Annotated[
-        bool, typer.Option("--no-shift", help="Give all sites the same scanner.")
+    context: typer.Context,
+    options: SyntheticOptions,
+    sites: SitesOption = None,
+    subjects: Annotated[int | None, option("Subjects at each site. Default: 40 to 52.")] = None,
+    no_shift: Annotated[bool, option("Give all sites the same scanner.", "--no-shift")] = False,
+    images: Annotated[
+        bool, option("Make images with masks and classes, no connectomes.", "--images")
     ] = False,
-    window: WindowOption = 32,
-    stride: StrideOption = 16,
-    whole_scan: WholeScanOption = False,
-    estimator: EstimatorOption = "ledoit-wolf",
-    negative: NegativeOption = "keep",
-    folds: FoldsOption = None,
-    force: ForceOption = False,
+    dim: Annotated[int, option("With --images: 2 or 3.")] = 2,
 ) -> None:
-    """Make site stores of a made-up cohort of four hospitals, labelled synthetic."""
-    names = parse_sites(sites, list(SITES))
+    """Make site stores of a made-up cohort of four hospitals or others, labelled synthetic."""
+    known = list(SCANNERS if images else SITES)
+    others = [] if images or not sites else [name.strip() for name in sites.split(",")]
+    names = parse_sites(sites or ",".join(known), [*known, *others])
+    seed, shift = options.seed, not no_shift
     with usage_errors():
+        n_of = {name: subjects or hospital(name).n_subjects for name in names}
         if subjects is not None and subjects < 1:
             raise ValueError(f"subjects is {subjects}; at least 1 is needed")
         if seed < 0:
             raise ValueError(f"seed is {seed}; it must not be negative")
-        preparation = Preparation(
-            settings=ConnectomeSettings(
-                "correlation",
-                estimator,
-                None if whole_scan else window,
-                None if whole_scan else stride,
-                negative,
-            ),
-            rule=QualityRule(),
-            folds=_fold_plan(folds, None, seed),
-        )
-    root = out or default_data_root()
+        if options.window_seconds:
+            raise ValueError("made-up scans have no repetition time, so no --window-seconds")
+        cohort = Cohort(dim, seed, subjects, shift)
+        preparation = options.preparation()
+    if images:
+        synthetic_images(context, options.root, names, cohort, force=options.force)
+        return
     report = SiteReport()
     for name in names:
-        n_subjects = subjects or SITES[name].n_subjects
-        inputs: dict[str, object] = {
-            "generator": "data_prep.synthetic",
-            "generator_version": GENERATOR_VERSION,
-            "seed": seed,
-            "n_subjects": n_subjects,
-            "shift": not no_shift,
-        }
-        _refuse_to_replace_real_data(root / name)
-        store = unchanged_store(root / name, preparation.fingerprint(name, inputs))
-        if store is not None and not force:
-            report.add(store, expected=n_subjects, unchanged=True)
-            continue
-        with progress_bar(f"{name}: connectomes", n_subjects) as step:
-            store, _ = build_site_store(
-                root / name,
-                site=name,
-                subjects=list(
-                    generate_site(name, seed=seed, n_subjects=n_subjects, shift=not no_shift)
-                ),
-                preparation=preparation,
-                inputs=inputs,
-                description={
-                    "Name": f"{name} (synthetic)",
-                    "source": {"name": "synthetic cohort", "seed": seed, "shift": not no_shift},
-                    "preprocessing": "synthetic",
-                    "synthetic": True,
-                    "synthetic_note": NOTE,
-                },
-                on_subject=step,
-            )
-        report.add(store, expected=n_subjects)
-    report.show(root)
+        _refuse_to_replace_real_data(options.root / name)
+        n_subjects = n_of[name]
+        source = SiteSource(
+            site=name,
+            subjects=generate_site(name, seed=seed, n_subjects=n_subjects, shift=shift),
+            n_subjects=n_subjects,
+            inputs={
+                "generator": "data_prep.synthetic",
+                "generator_version": GENERATOR_VERSION,
+                "seed": seed,
+                "n_subjects": n_subjects,
+                "shift": shift,
+            },
+            description={
+                "Name": f"{name} (synthetic)",
+                "source": {"name": "synthetic cohort", "seed": seed, "shift": shift},
+                "preprocessing": "synthetic",
+                "synthetic": True,
+                "synthetic_note": NOTE,
+            },
+        )
+        options.make(source, preparation, report)
+    report.show(options.root)
 
 
 def _refuse_to_replace_real_data(folder: Path) -> None:
@@ -662,86 +535,23 @@ def _refuse_to_replace_real_data(folder: Path) -> None:
         )
 
 
-class SiteReport:
-    """What was found, kept and left out at each site; printed at the end."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[str, ...]] = []
-        self._left_out: list[tuple[str, str, Exclusion]] = []
-        self._unchanged: list[str] = []
-        self._synthetic = False
-
-    def add(
-        self,
-        store: SiteStore,
-        *,
-        expected: int,
-        join: AbideSite | NiftiSite | None = None,
-        unchanged: bool = False,
-    ) -> None:
-        """Add one site."""
-        counts = store.description["counts"]
-        autism = int(store.labels.sum())
-        self._rows.append(
-            (
-                store.site,
-                str(expected),
-                str(counts["found"]),
-                str(counts["excluded"]),
-                str(counts["kept"]),
-                f"{autism} / {len(store.labels) - autism}",
-                f"{len(store.connectomes):,}",
-            )
-        )
-        left_out = [Exclusion(**entry) for entry in store.description["excluded"]]
-        if join is not None:
-            left_out += [Exclusion(*entry) for entry in join.dropped]
-        self._left_out += [(store.site, e.participant_id, e) for e in left_out]
-        if unchanged:
-            self._unchanged.append(store.site)
-        self._synthetic = self._synthetic or store.synthetic
-
-    def show(self, root: Path) -> None:
-        """Print every exclusion with its reason, then the counts."""
-        if self._left_out:
-            table = Table("site", "subject", "reason", "detail", title="Left out")
-            for site, who, e in self._left_out:
-                table.add_row(*map(escape, (site, who, e.reason, e.detail)))  # may hold brackets
-            screen.print(table)
-        table = Table(title="Site stores" + (" (SYNTHETIC)" if self._synthetic else ""))
-        for name in ("site", "expected", "found", "left out", "kept"):
-            table.add_column(name, justify="left" if name == "site" else "right")
-        table.add_column("autism / control", justify="right")
-        table.add_column("connectomes", justify="right")
-        for row in self._rows:
-            table.add_row(*map(escape, row))
-        screen.print(table)
-        if self._synthetic:
-            screen.print(NOTE)
-        if self._unchanged:
-            screen.print(
-                f"Unchanged, same inputs and settings: {', '.join(self._unchanged)} "
-                "(--force writes them again)."
-            )
-        screen.print(f"In {root}", soft_wrap=True, markup=False)
-
-
 @app.command()
 @one_sentence_errors
 def check(
     folders: Annotated[list[Path], typer.Argument(help="Site stores, or folders of site stores.")],
     folds: Annotated[
-        int, typer.Option(help="Folds that every site must allow; 0 to leave this out.")
-    ] = 5,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out the values and their checksum.")
-    ] = False,
+        int, option("Folds that every site must allow; 0 to leave this out.")
+    ] = USUAL_FOLDS,
+    quick: Annotated[bool, option("Leave out the values and their checksum.", "--quick")] = False,
 ) -> None:
     """Validate site stores, and whether several fit together."""
     with usage_errors():
         if folds:
             FoldPlan(folds, 0)
     paths = [path for folder in folders for path in (find_site_stores(folder) or [folder])]
+    if any(map(is_image_store, paths)):
+        check_image_stores(paths, folds, quick=quick)
+        return
     stores = []
     with progress_bar("checking", len(paths)) as step:
         for path in paths:
@@ -752,22 +562,7 @@ def check(
         if folds:
             ids = [p.participant_id for p in store.participants]
             assign_folds(ids, [p.diagnosis for p in store.participants], folds, 0, site=store.site)
-    table = Table("site", "subjects", "autism / control", "connectomes", "made of")
-    for store in stores:
-        autism = int(store.labels.sum())
-        settings = store.description["connectome"]
-        length = f"window {settings['window']}, stride {settings['stride']}"
-        table.add_row(
-            escape(store.site) + (" (SYNTHETIC)" if store.synthetic else ""),
-            str(len(store.labels)),
-            f"{autism} / {len(store.labels) - autism}",
-            f"{len(store.connectomes):,} x {store.n_edges}",
-            escape(f"{settings['kind']}, {settings['estimator']}, ")
-            + (length if settings["window"] else "whole scan"),
-        )
-    screen.print(table)
-    fit = f"{len(stores)} stores are valid and fit together." if len(stores) > 1 else "Valid."
-    screen.print(fit)
+    show_stores(stores)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the same columns. Image and table are compared before any scan is read: a table 
 beside an image that counts from 1 would otherwise give every region its neighbour's name.
 """
 
-import csv
 import hashlib
 import re
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import SourceError, some_of
+from data_prep.tables import delimiter_of, split_line, text_lines
 
-__all__ = ["UNLISTED_RULES", "Atlas", "load_nifti", "read_atlas", "read_label_table"]
+__all__ = ["UNLISTED_RULES", "Atlas", "load_nifti", "read_atlas", "read_label_table", "read_rois"]
 
 UNLISTED_RULES = ("error", "drop")
 
@@ -100,15 +100,6 @@ def read_atlas(
         Added to each id of the table.
     unlisted : str
         One of `UNLISTED_RULES`: what happens to voxel values that the table does not name.
-
-    Returns
-    -------
-    Atlas
-
-    Raises
-    ------
-    SourceError
-        Naming the file and what to do.
     """
     import nibabel
 
@@ -173,23 +164,7 @@ def _digest(values: np.ndarray, affine: np.ndarray) -> str:
 
 
 def load_nifti(file: Path) -> Any:
-    """Open a NIfTI file; its voxels stay on disk until they are used.
-
-    Parameters
-    ----------
-    file : Path
-        ``.nii`` or ``.nii.gz``.
-
-    Returns
-    -------
-    nibabel.nifti1.Nifti1Image
-        With an affine that the file states, not one that was made up.
-
-    Raises
-    ------
-    SourceError
-        If the file is no NIfTI image, is empty, or has no usable place in space.
-    """
+    """Open a NIfTI file of real numbers with a stated affine; its voxels stay on disk."""
     import nibabel
 
     if file.is_symlink() and not file.exists():
@@ -206,6 +181,11 @@ def load_nifti(file: Path) -> Any:
         ) from None
     if not isinstance(image, nibabel.Nifti1Image):  # also the class of NIfTI-2 images
         raise SourceError(f"{file.name} is no NIfTI image; convert it")
+    if image.get_data_dtype().kind not in "biuf":
+        raise SourceError(
+            f"{file.name} has voxels of the type {_kind(image)}, and only real numbers can be "
+            "averaged; convert it (the magnitude of complex values, the grey values of a picture)"
+        )
     codes = int(image.header["sform_code"]), int(image.header["qform_code"])
     if codes == (0, 0):
         raise SourceError(
@@ -224,6 +204,11 @@ def load_nifti(file: Path) -> Any:
             f"{' x '.join(f'{size:g}' for size in sizes)}); repair its header"
         )
     return image
+
+
+def _kind(image: Any) -> str:
+    names = image.get_data_dtype().names
+    return "".join(names) if names else str(image.get_data_dtype())
 
 
 def _first_line(error: Exception) -> str:
@@ -277,37 +262,26 @@ def read_label_table(file: Path) -> list[tuple[int, str]]:
       ``.txt`` (a repeated id at the end of a line is passed over) and FreeSurfer's colour tables
       (``id name R G B A``). Lines that start with ``#`` are comments.
 
-    Parameters
-    ----------
-    file : Path
-
     Returns
     -------
     list of (int, str)
         In the order of the file; id 0 and ids without voxels included.
-
-    Raises
-    ------
-    SourceError
-        If the form is another one, an id is no whole number or stands twice, or a name is missing.
     """
-    if not file.is_file():
-        raise SourceError(f"labels table {file} is not a file")
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
+        everything = text_lines(file, "labels table")
+    except SourceError as error:
+        raise SourceError(f"{error}; {FORMS}") from None
     lines = [
-        (number, line.strip("\r\n "))
-        for number, line in enumerate(text.splitlines(), start=1)
+        (number, line.strip())
+        for number, line in enumerate(everything, start=1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
-    if "\0" in text or not lines or lines[0][1].startswith(("<", "{", "[")):
-        what = "is empty" if not lines else "is not a table of text"
+    if not lines or lines[0][1].startswith(("<", "{", "[")):
+        what = "is not a table of text" if lines else "holds comments only"
         raise SourceError(f"labels table {file.name} {what}; {FORMS}")
-    first = lines[0][1]
-    delimiter = next((d for d in ("\t", ",", ";") if d in first), None)
-    fields = [(number, _split(line, delimiter)) for number, line in lines]
+    delimiter = delimiter_of(lines[0][1])
+    where = f"labels table {file.name}, line"
+    fields = [(n, split_line(line, delimiter, f"{where} {n}")) for n, line in lines]
     if any(_whole_number(value) is not None for value in fields[0][1]):
         rows = [(n, _headless_row(file.name, n, f, delimiter)) for n, f in fields]
     else:
@@ -315,10 +289,10 @@ def read_label_table(file: Path) -> list[tuple[int, str]]:
     return _checked_rows(file.name, rows)
 
 
-def _split(line: str, delimiter: str | None) -> list[str]:
-    if delimiter is None:
-        return line.split()
-    return [value.strip() for value in next(csv.reader([line], delimiter=delimiter))]
+def read_rois(file: Path) -> list[tuple[str, str]]:
+    """Read the ids and names of regions as `read_label_table` does, without a background."""
+    rows = _without_background(read_label_table(file), file.name, 0)
+    return [(str(number), name) for number, name in rows]
 
 
 def _whole_number(text: str) -> int | None:
@@ -340,7 +314,7 @@ def _rows_below_header(
     at = header.index(id_column), header.index(name_column)
     rows = []
     for number, values in fields[1:]:
-        if len(values) <= max(at):
+        if len(values) != len(header):
             raise SourceError(
                 f"labels table {file}, line {number}: {len(values)} field(s), the header has "
                 f"{len(header)}"

@@ -1,6 +1,6 @@
 """Whether sites can train together: what they must have in common, and in what they differ."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ def signature_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[st
         "preprocessing": "preprocessing",
         "synthetic": "synthetic",
     }
+    if a.get("window_seconds") is not None or b.get("window_seconds") is not None:
+        # Other repetition times, other numbers of volumes.
+        del names["window"]
+        names["window_seconds"] = "window in seconds"
     differences = [
         f"{name}: {_show(a.get(key))} and {_show(b.get(key))}"
         for key, name in names.items()
@@ -88,13 +92,17 @@ def _roi_differences(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> 
     return [f"order of the ROIs: position {place} is {a[place][0]} and {b[place][0]}"]
 
 
-def check_compatible(stores: Iterable[Store]) -> None:
+def check_compatible(
+    stores: Iterable[Store], compare: Callable[..., list[str]] = signature_differences
+) -> None:
     """Refuse stores that cannot train together.
 
     Parameters
     ----------
     stores : iterable of SiteStore
         One a site.
+    compare : callable
+        Names the differences of two signatures; `signature_differences` of connectomes.
 
     Raises
     ------
@@ -111,7 +119,7 @@ def check_compatible(stores: Iterable[Store]) -> None:
             )
         seen[store.site] = store.path
     for store in stores[1:]:
-        differences = signature_differences(stores[0].signature(), store.signature())
+        differences = compare(stores[0].signature(), store.signature())
         if differences:
             raise StoreError(
                 f"sites {stores[0].site!r} and {store.site!r} cannot train together: "

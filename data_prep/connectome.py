@@ -56,6 +56,9 @@ class ConnectomeSettings:
         Step between windows in time points; None for the whole scan.
     negative : str
         One of `NEGATIVE_RULES`: what happens to negative values.
+    window_seconds : float or None
+        The window as it was asked for, where that was in seconds; `window` follows from it and
+        from the site's repetition time.
     """
 
     kind: str = "correlation"
@@ -63,6 +66,7 @@ class ConnectomeSettings:
     window: int | None = 32
     stride: int | None = 1
     negative: str = "keep"
+    window_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed."""
@@ -91,7 +95,8 @@ class ConnectomeSettings:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings as the site store states them."""
-        return {**asdict(self), "transform": self.transform}
+        stated = {k: v for k, v in asdict(self).items() if k != "window_seconds" or v is not None}
+        return {**stated, "transform": self.transform}
 
 
 def window_starts(n_timepoints: int, window: int | None, stride: int | None) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["SourceError", "StoreError", "some_of"]
+__all__ = ["SourceError", "StoreError", "TooSmallError", "some_of"]
 
 
 class SourceError(ValueError):
@@ -23,6 +23,10 @@ class StoreError(ValueError):
     def __init__(self, sentence: str, public: str | None = None):
         super().__init__(sentence)
         self.public = public or sentence
+
+
+class TooSmallError(StoreError):
+    """A site has too few subjects for what is asked."""
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,22 +20,39 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
-from data_prep.files import recover_folder
+from data_prep.errors import StoreError, TooSmallError
+from data_prep.files import atomic_folder, recover_folder
 from data_prep.harvard_oxford import ATLAS, ROIS
+from data_prep.participants import Subject
 from data_prep.quality import Exclusion, QualityRule, apply_rule, silent_rois
+from data_prep.roi_files import (
+    describe_series,
+    holds_series,
+    refuse_foreign_series,
+    write_roi_file,
+)
 from data_prep.site_store import (
+    DIAGNOSES,
     FORMAT_VERSION,
+    TABLES_AND_ARRAY,
     Participant,
     SiteStore,
-    StoreError,
     assign_folds,
     read_site_store,
     write_site_store,
 )
-from data_prep.sources import Subject
+from data_prep.store_folder import refuse_foreign_folder
 from data_prep.timeseries import ExtractionSettings
 
-__all__ = ["FoldPlan", "Preparation", "build_site_store", "unchanged_store"]
+__all__ = ["Bar", "FoldPlan", "Preparation", "SiteSource", "make_site_store", "no_bar"]
+
+#: Given a title and a number of steps, a context that yields what is called after each step.
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
+
+
+def no_bar(title: str, total: int) -> AbstractContextManager[Callable[[], object]]:
+    """Show no progress."""
+    return nullcontext(lambda: None)
 
 
 @dataclass(frozen=True)
@@ -109,20 +128,7 @@ class Preparation:
         }
 
     def fingerprint(self, site: str, inputs: Mapping[str, object]) -> str:
-        """Return what changes whenever the settings or the inputs do.
-
-        Parameters
-        ----------
-        site : str
-            Name of the site.
-        inputs : mapping
-            Fit for JSON: the checksum of every input file, or a generator's arguments.
-
-        Returns
-        -------
-        str
-            SHA-256 in hexadecimal.
-        """
+        """Return a SHA-256 that changes whenever the settings or the inputs (fit for JSON) do."""
         content = {
             "version": [version("fedbn"), FORMAT_VERSION],
             "site": site,
@@ -132,22 +138,103 @@ class Preparation:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
-    """Return the store in a folder if it is whole and was made from the same inputs.
+@dataclass(frozen=True)
+class SiteSource:
+    """What a site's store is made of.
 
-    What an interrupted run left beside it is removed first.
+    Attributes
+    ----------
+    site : str
+        Name of the site.
+    subjects : iterable of Subject or Exclusion
+        All that were found; read one by one, and not at all if nothing has changed.
+    n_subjects : int
+        How many these are.
+    inputs : mapping
+        Fit for JSON: the checksum of every input file, or a generator's arguments; stored.
+    description : mapping
+        Of the source: at least ``source`` and ``synthetic``. Looked at when the subjects have been
+        read, so that reading them may add to it.
+    atlas : str
+        What sites must agree on, beside the ROIs.
+    rois : sequence of (str, str)
+        Id and name of each column of the series.
+    """
+
+    site: str
+    subjects: Iterable[Subject | Exclusion]
+    n_subjects: int
+    inputs: Mapping[str, object]
+    description: MutableMapping[str, Any]
+    atlas: str = ATLAS
+    rois: Sequence[tuple[str, str]] = ROIS
+
+
+def make_site_store(
+    folder: Path,
+    source: SiteSource,
+    preparation: Preparation,
+    *,
+    n_folds: int | None = None,
+    force: bool = False,
+    series_out: Path | None = None,
+    bar: Bar = no_bar,
+) -> tuple[SiteStore, bool]:
+    """Make the store of a site, unless it is there already and nothing has changed.
 
     Parameters
     ----------
     folder : Path
-        Where the store may be.
-    fingerprint : str
-        As from `Preparation.fingerprint`.
+        Where the store goes.
+    source : SiteSource
+    preparation : Preparation
+    n_folds : int, optional
+        Folds that a site must allow, to be worth a store; a smaller one is a TooSmallError.
+    force : bool
+        Make it in any case.
+    series_out : Path, optional
+        Folder that gets the ROI time series too.
+    bar : callable
+        Shows progress.
 
     Returns
     -------
-    SiteStore or None
+    store : SiteStore
+    unchanged : bool
+        Whether it was there already.
     """
+    site, rois = source.site, source.rois
+    refuse_foreign_folder(folder, TABLES_AND_ARRAY)
+    if series_out is not None:
+        refuse_foreign_series(series_out)
+    fingerprint = preparation.fingerprint(site, source.inputs)
+    store = _unchanged_store(folder, fingerprint)
+    complete = series_out is None or holds_series(series_out, fingerprint)
+    if store is not None and complete and not force:
+        return store, True
+    found: list[Subject | Exclusion] = []
+    writing = atomic_folder(series_out, private=True) if series_out else nullcontext()
+    with writing as series_folder:
+        with bar(f"{site}: time series", source.n_subjects) as step:
+            for one in source.subjects:
+                found.append(one)
+                if series_folder is not None and isinstance(one, Subject):
+                    write_roi_file(series_folder, one.participant_id, one.series, rois)
+                step()
+        _write(folder, source, found, preparation, n_folds, bar)
+        store = read_site_store(folder)
+        if series_folder is not None:
+            names = ("extraction", "absent_rois", "inputs", "versions", "fingerprint")
+            stated = {key: store.description.get(key) for key in (*source.description, *names)}
+            about = {"Name": f"{site}: ROI time series", "atlas": source.atlas}
+            describe_series(
+                series_folder, rois, about | {k: v for k, v in stated.items() if v is not None}
+            )
+    return store, False
+
+
+def _unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
+    """Return the store in a folder if it is whole and was made from the same inputs."""
     recover_folder(folder)
     try:
         store = read_site_store(folder, verify=True)
@@ -156,105 +243,85 @@ def unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
     return store if store.description.get("fingerprint") == fingerprint else None
 
 
-def build_site_store(
+def _write(
     folder: Path,
-    *,
-    site: str,
-    subjects: Sequence[Subject],
+    source: SiteSource,
+    found: Sequence[Subject | Exclusion],
     preparation: Preparation,
-    inputs: Mapping[str, object],
-    description: Mapping[str, Any],
-    atlas: str = ATLAS,
-    rois: Sequence[tuple[str, str]] = ROIS,
-    unread: Sequence[Exclusion] = (),
-    on_subject: Callable[[], object] | None = None,
-) -> tuple[SiteStore, list[Exclusion]]:
-    """Apply the quality rule, compute the connectomes and write the store.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the store goes.
-    site : str
-        Name of the site.
-    subjects : sequence of Subject
-        All that were found.
-    preparation : Preparation
-        Settings.
-    inputs : mapping
-        Checksums of the input files, or a generator's arguments; stored.
-    description : mapping
-        About the source: at least ``source`` and ``synthetic``.
-    atlas : str
-        What sites must agree on, beside the ROIs.
-    rois : sequence of (str, str)
-        Id and name of each column of the series.
-    unread : sequence of Exclusion
-        Subjects that were found, and left out before their series was read.
-    on_subject : callable, optional
-        Called after each subject's connectomes.
-
-    Returns
-    -------
-    store : SiteStore
-    excluded : list of Exclusion
-
-    Raises
-    ------
-    StoreError
-        If no subject is left, or the folds asked for are not possible.
-    """
-    settings = preparation.settings
+    n_folds: int | None,
+    bar: Bar,
+) -> None:
+    """Apply the quality rule, compute the connectomes and write the store."""
+    settings, site, rois = preparation.settings, source.site, source.rois
+    subjects = [one for one in found if isinstance(one, Subject)]
     kept, excluded = apply_rule(subjects, preparation.rule, window=settings.window, rois=rois)
-    excluded = sorted([*unread, *excluded], key=lambda e: e.participant_id)
-    found = len(subjects) + len(unread)
-    if not kept:
-        reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
-        raise StoreError(
-            f"site {site!r}: no subject is left of {found} ({reasons}); "
-            f"{_silent_in_all(subjects, rois, preparation)}use a shorter window or another quality "
-            "rule"
+    excluded += [one for one in found if isinstance(one, Exclusion)]
+    _refuse_too_small(site, kept, excluded, n_folds, _silent_in_all(subjects, rois, preparation))
+    folds = None
+    if plan := preparation.folds:
+        ids, diagnoses = [s.participant_id for s in kept], [s.diagnosis for s in kept]
+        folds = assign_folds(ids, diagnoses, plan.n_folds, plan.seed, site=site)
+    starts = [window_starts(len(s.series), settings.window, settings.stride) for s in kept]
+    participants = [
+        Participant(
+            *(s.participant_id, s.diagnosis, s.age, s.sex, site, len(s.series), len(w)),
+            fold=None if folds is None else int(folds[i]),
         )
-    folds = _folds(site, kept, preparation.folds)
+        for i, (s, w) in enumerate(zip(kept, starts, strict=True))
+    ]
+    lengths = Counter(len(s.series) for s in kept)
     packages = ["numpy", "nilearn", "scikit-learn"]
     packages += ["nibabel", "scipy", "pandas"] if preparation.extraction else []
-    starts = [window_starts(len(s.series), settings.window, settings.stride) for s in kept]
-    write_site_store(
-        folder,
-        site=site,
-        participants=[
-            Participant(
-                participant_id=s.participant_id,
-                diagnosis=s.diagnosis,
-                age=s.age,
-                sex=s.sex,
-                site=site,
-                n_timepoints=len(s.series),
-                n_windows=len(w),
-                fold=None if folds is None else int(folds[i]),
-            )
-            for i, (s, w) in enumerate(zip(kept, starts, strict=True))
-        ],
-        rois=rois,
-        window_starts=starts,
-        connectomes=_filler(kept, folds, preparation, on_subject),
-        description={
-            "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
-            "atlas": atlas,
-            **description,
-            **preparation.describe(),
-            "counts": {"found": found, "excluded": len(excluded), "kept": len(kept)},
-            "excluded": [asdict(e) for e in excluded],
-            **_absent_rois(subjects, rois),
-            "versions": {
-                "python": platform.python_version(),
-                **{name: version(name) for name in packages},
-            },
-            "inputs": dict(inputs),
-            "fingerprint": preparation.fingerprint(site, inputs),
+    absent = {
+        s.participant_id: [rois[i][0] for i in s.absent_rois] for s in subjects if s.absent_rois
+    }
+    description = {
+        "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
+        "atlas": source.atlas,
+        **source.description,
+        **preparation.describe(),
+        "counts": {"found": len(found), "excluded": len(excluded), "kept": len(kept)},
+        "excluded": [asdict(e) for e in sorted(excluded, key=lambda e: e.participant_id)],
+        "subjects_by_n_timepoints": {str(n): lengths[n] for n in sorted(lengths)},
+        **({"absent_rois": absent} if absent else {}),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
         },
-    )
-    return read_site_store(folder), excluded
+        "inputs": dict(source.inputs),
+        "fingerprint": preparation.fingerprint(site, source.inputs),
+    }
+    with bar(f"{site}: connectomes", len(kept)) as step:
+        write_site_store(
+            folder,
+            site=site,
+            participants=participants,
+            rois=rois,
+            window_starts=starts,
+            connectomes=_filler(kept, folds, preparation, step),
+            description=description,
+        )
+
+
+def _refuse_too_small(
+    site: str,
+    kept: Sequence[Subject],
+    excluded: Sequence[Exclusion],
+    n_folds: int | None,
+    silent: str,
+) -> None:
+    found, diagnoses = len(kept) + len(excluded), [s.diagnosis for s in kept]
+    if not kept:
+        reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
+        raise TooSmallError(
+            f"site {site!r}: no subject is left of {found} ({reasons}); {silent}use a shorter "
+            "window or another quality rule"
+        )
+    if n_folds and min(map(diagnoses.count, DIAGNOSES)) < n_folds:
+        of = " and ".join(f"{diagnoses.count(name)} {name}" for name in sorted(DIAGNOSES))
+        raise TooSmallError(
+            f"site {site!r}: {of} left of {found}, too few to train on in {n_folds} folds"
+        )
 
 
 def _silent_in_all(
@@ -275,33 +342,11 @@ def _silent_in_all(
     return f"nobody has a signal in ROI {', '.join(named)}{more}: {how}"
 
 
-def _absent_rois(
-    subjects: Sequence[Subject], rois: Sequence[tuple[str, str]]
-) -> dict[str, dict[str, list[str]]]:
-    """Return the ids of the ROIs that each subject's scan lacks, if any subject lacks one."""
-    absent = {
-        s.participant_id: [rois[i][0] for i in s.absent_rois] for s in subjects if s.absent_rois
-    }
-    return {"absent_rois": absent} if absent else {}
-
-
-def _folds(site: str, kept: Sequence[Subject], plan: FoldPlan | None) -> np.ndarray | None:
-    if plan is None:
-        return None
-    return assign_folds(
-        [s.participant_id for s in kept],
-        [s.diagnosis for s in kept],
-        plan.n_folds,
-        plan.seed,
-        site=site,
-    )
-
-
 def _filler(
     kept: Sequence[Subject],
     folds: np.ndarray | None,
     preparation: Preparation,
-    on_subject: Callable[[], object] | None,
+    step: Callable[[], object],
 ) -> Callable[[int, np.ndarray], None]:
     """Return the function that writes one subject's connectomes into their place on disk."""
     settings = preparation.settings
@@ -325,7 +370,6 @@ def _filler(
             )
         else:
             block[0] = whole_scan_connectome(series, settings)
-        if on_subject is not None:
-            on_subject()
+        step()
 
     return fill

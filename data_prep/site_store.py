@@ -27,10 +27,12 @@ import numpy as np
 from data_prep.compatibility import CONNECTOME_SETTINGS, check_compatible, signature_differences
 from data_prep.errors import StoreError
 from data_prep.folds import assign_folds
+from data_prep.names import check_site_name
 from data_prep.store_folder import (
     DESCRIPTION,
     MISSING,
     cell,
+    damaged,
     new_store,
     read_table,
     verify_checksums,
@@ -224,6 +226,7 @@ class SiteStore:
             "format_version": self.description["format_version"],
             "atlas": self.description["atlas"],
             **{name: settings[name] for name in CONNECTOME_SETTINGS},
+            **{name: settings[name] for name in ("window_seconds",) if name in settings},
             "n_rois": self.n_rois,
             "n_edges": self.n_edges,
             "rois": [list(roi) for roi in self.rois],
@@ -265,9 +268,10 @@ def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> Si
     connectomes = _map_connectomes(folder, site, n_rois=len(rois))
     sample_participant, window_start = _read_samples(folder, site, participants)
     if len(sample_participant) != len(connectomes):
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
-            f"{len(connectomes)}; make the store again"
+        raise damaged(
+            site,
+            f"{SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
+            f"{len(connectomes)}",
         )
     verify_checksums(folder, site, description, TABLES)
     if verify:
@@ -316,14 +320,14 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
             what = "it is a file"
         raise StoreError(
             f"no site store at {folder} ({what}): make one "
-            f"with `python -m data_prep nifti`, `abide` or `synthetic`, and --out {folder.parent}"
+            f"with `python -m data_prep` (nifti, series, abide) and --out {folder.parent}"
         )
     if not file.is_file():
         inner = [p.name for p in find_site_stores(folder)]
         hint = (
             f"it holds the stores {', '.join(inner)}: name one of them"
             if inner
-            else "make one with `python -m data_prep nifti`, `abide` or `synthetic`"
+            else "make one with `python -m data_prep` (nifti, series, abide)"
         )
         raise StoreError(f"{folder} is not a site store, it has no {DESCRIPTION}; {hint}")
     try:
@@ -335,6 +339,8 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} is not the description of a site store: it states no format_version; "
             "make the store again"
         )
+    if description.get("store") == "images":
+        raise StoreError(f"{folder} is a store of images; name one of connectomes")
     if description["format_version"] != FORMAT_VERSION:
         raise StoreError(
             f"{file} has store format {description['format_version']!r}, this version reads "
@@ -346,6 +352,10 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
     missing += [f"connectome.{key}" for key in CONNECTOME_SETTINGS if key not in present]
     if missing:
         raise StoreError(f"{file} does not state {', '.join(missing)}; make the store again")
+    try:
+        check_site_name(str(description["site"]))
+    except ValueError as error:
+        raise StoreError(f"{file}: {error}; make the store again with such a --site") from None
     if wrong := _wrong_values(description):
         raise StoreError(f"{file} is damaged: {wrong}; make the store again")
     return description
@@ -414,7 +424,7 @@ def _read_rois(folder: Path, site: str) -> tuple[tuple[str, str], ...]:
     _, rows = read_table(folder / ROIS, site, ROI_COLUMNS)
     ids = [row[0] for row in rows]
     if len(set(ids)) != len(ids):
-        raise StoreError(f"site {site!r}: {ROIS} names an ROI id twice; make the store again")
+        raise damaged(site, f"{ROIS} names an ROI id twice")
     return tuple((row[0], row[1]) for row in rows)
 
 
@@ -436,10 +446,7 @@ def _read_participants(folder: Path, site: str) -> tuple[Participant, ...]:
                 fold=int(value["fold"]) if with_fold and value["fold"] != MISSING else None,
             )
         except ValueError as error:
-            raise StoreError(
-                f"site {site!r}: line {number} of {PARTICIPANTS} is not valid ({error}); "
-                "make the store again"
-            ) from None
+            raise damaged(site, f"line {number} of {PARTICIPANTS} is not valid ({error})") from None
         participants.append(participant)
     _check_participants(site, participants)
     return tuple(participants)
@@ -469,25 +476,24 @@ def _check_participants(site: str, participants: Sequence[Participant]) -> None:
 def _map_connectomes(folder: Path, site: str, *, n_rois: int) -> np.memmap:
     file = folder / CONNECTOMES
     if not file.is_file():
-        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
+        raise damaged(site, f"{file} is missing")
     try:
         # Never unpickles: a header that announces Python objects is an error here.
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} is cut off or not a NumPy array ({error}); "
-            "make the store again"
-        ) from None
+        raise damaged(site, f"{CONNECTOMES} is cut off or not a NumPy array ({error})") from None
     n_edges = n_rois * (n_rois - 1) // 2
     if not isinstance(array, np.memmap) or array.dtype != np.float32 or array.ndim != 2:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} holds {array.dtype} of shape {array.shape}, expected "
-            "float32 of shape (n_samples, n_edges); make the store again"
+        raise damaged(
+            site,
+            f"{CONNECTOMES} holds {array.dtype} of shape {array.shape}, expected float32 of shape "
+            f"(n_samples, n_edges)",
         )
     if array.shape[1] != n_edges:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} has {array.shape[1]} edges, but the {n_rois} ROIs of "
-            f"{ROIS} have {n_edges}; make the store again"
+        raise damaged(
+            site,
+            f"{CONNECTOMES} has {array.shape[1]} edges, but the {n_rois} ROIs of {ROIS} have "
+            f"{n_edges}",
         )
     return array
 
@@ -501,21 +507,20 @@ def _read_samples(
         owner = np.fromiter((index[row[0]] for row in rows), dtype=np.int64, count=len(rows))
         start = np.fromiter((int(row[1]) for row in rows), dtype=np.int64, count=len(rows))
     except KeyError as error:
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} names {error.args[0]!r}, who is not in {PARTICIPANTS}; "
-            "make the store again"
+        raise damaged(
+            site, f"{SAMPLES} names {error.args[0]!r}, who is not in {PARTICIPANTS}"
         ) from None
     except ValueError as error:
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} has a window_start that is not a number ({error}); "
-            "make the store again"
+        raise damaged(
+            site, f"{SAMPLES} has a window_start that is not a number ({error})"
         ) from None
     found = np.bincount(owner, minlength=len(participants))
     for p, count in zip(participants, found, strict=True):
         if count != p.n_windows:
-            raise StoreError(
-                f"site {site!r}: {p.participant_id} has {count} rows in {SAMPLES} and "
-                f"n_windows {p.n_windows} in {PARTICIPANTS}; make the store again"
+            raise damaged(
+                site,
+                f"{p.participant_id} has {count} rows in {SAMPLES} and n_windows {p.n_windows} in "
+                f"{PARTICIPANTS}",
             )
     return owner, start
 
@@ -526,9 +531,9 @@ def _verify_values(site: str, connectomes: np.ndarray) -> None:
         finite = np.isfinite(connectomes[begin : begin + rows])
         if not finite.all():
             row, edge = np.argwhere(~finite)[0]
-            raise StoreError(
-                f"site {site!r}: {CONNECTOMES} has a value that is not finite (row {begin + row}, "
-                f"edge {edge}); make the store again"
+            raise damaged(
+                site,
+                f"{CONNECTOMES} has a value that is not finite (row {begin + row}, edge {edge})",
             )
 
 
@@ -575,11 +580,14 @@ def write_site_store(
 
     Raises
     ------
+    ValueError
+        If no site can have this name.
     StoreError
         If the parts do not fit together, or a value is not finite.
     FileError
         If another run is writing this store, or it cannot be written (full disk, no permission).
     """
+    check_site_name(site)
     folder = Path(path)
     participants, rois = list(participants), list(rois)
     if not participants:

@@ -1,4 +1,4 @@
-"""A made-up cohort of four hospitals, to try federated training without any patient's data.
+"""A made-up cohort of hospitals, to try federated training without any patient's data.
 
 Every subject is a set of ROI time series, which then goes through the same connectome code as a
 real scan. A correlation does not change with the gain and offset of a signal, so a scanner that
@@ -16,15 +16,25 @@ signal. Half of the subjects at every site are patients, so no method can gain f
 site's prevalence. Everything follows from the seed.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from data_prep.harvard_oxford import ROIS
-from data_prep.sources import Subject
+from data_prep.names import check_site_name
+from data_prep.participants import Subject
 
-__all__ = ["GENERATOR_VERSION", "NOTE", "SITES", "Acquisition", "Site", "generate_site"]
+__all__ = [
+    "GENERATOR_VERSION",
+    "NOTE",
+    "SITES",
+    "Acquisition",
+    "Site",
+    "generate_site",
+    "hospital",
+]
 
 NOTE = "Synthetic: made up by a random generator, no subject of this store exists."
 
@@ -82,6 +92,40 @@ SITES: Mapping[str, Site] = {
 WITHOUT_SHIFT = Acquisition(0.4, 0.5, 0.4, 0.2)
 
 
+def hospital(name: str) -> Site:
+    """Return one of `SITES`, or another hospital, whose name decides what it is.
+
+    Parameters
+    ----------
+    name : str
+        Any name that a site may have.
+
+    Returns
+    -------
+    Site
+
+    Raises
+    ------
+    ValueError
+        If no site can have this name.
+    """
+    check_site_name(name)
+    if name in SITES:
+        return SITES[name]
+    rng = np.random.default_rng(_number(name))
+    scanner = rng.uniform([0.1, 0.3, 0.3, -0.1], [0.9, 0.7, 0.8, 0.7])
+    return Site(
+        int(rng.integers(40, 53)), int(rng.integers(80, 113)), Acquisition(*scanner.tolist())
+    )
+
+
+def _number(name: str) -> int:
+    """Return what tells a hospital's random streams from those of the others."""
+    if name in SITES:
+        return list(SITES).index(name) + 1
+    return len(SITES) + 2 + zlib.crc32(name.encode())
+
+
 @dataclass(frozen=True)
 class _Population:
     """What sites have in common: networks (n_rois, N_NETWORKS), disease pattern (n_rois,)."""
@@ -120,7 +164,7 @@ def generate_site(
     Parameters
     ----------
     name : str
-        One of `SITES`.
+        One of `SITES`, or of any other `hospital`.
     seed : int
         Seed of the cohort; a site's subjects do not depend on which other sites are generated,
         nor do its first subjects on how many follow.
@@ -134,8 +178,7 @@ def generate_site(
     Subject
         With a series of shape (n_timepoints, 111).
     """
-    number = list(SITES).index(name) + 1
-    site = SITES[name]
+    number, site = _number(name), hospital(name)
     acquisition = site.acquisition if shift else WITHOUT_SHIFT
     population = _population(seed)
     n_rois = len(ROIS)

@@ -219,7 +219,7 @@ def read_table_store(
         ),
         target=target,
         classes=classes,
-        synthetic=_is_synthetic(site, file),
+        synthetic=_synthetic(site, file),
         checksum=checksum,
     )
     _check_classes(store)
@@ -270,7 +270,7 @@ def _check_classes(store: TableStore) -> None:
             )
 
 
-def _is_synthetic(site: str, file: Path) -> bool:
+def _synthetic(site: str, file: Path) -> bool:
     description = file.parent / DESCRIPTION
     if not description.is_file():
         return False

@@ -1,6 +1,9 @@
 """What every command shows people: a table, a bar, or one sentence about what was wrong."""
 
+import codecs
 import functools
+import io
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -9,12 +12,37 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["errors", "one_sentence_errors", "progress_bar", "screen", "usage_errors"]
+__all__ = [
+    "errors",
+    "one_sentence_errors",
+    "progress_bar",
+    "screen",
+    "show_any_text",
+    "usage_errors",
+]
 
 screen = Console()
 errors = Console(stderr=True)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def show_any_text() -> None:
+    """Let the screen take any text: of a character that its encoding lacks, something stays.
+
+    Called before every command. A frame's line becomes ``-`` and all else ``?``; without this a
+    table would end a command whose encoding is not UTF-8 after all its work.
+    """
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        lost = error.object[error.start : error.end]
+        return "".join("-" if "\u2500" <= c <= "\u257f" else "?" for c in lost), error.end
+
+    codecs.register_error("fedbn.screen", replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="fedbn.screen")
 
 
 def one_sentence_errors(command: Command) -> Command:

@@ -5,7 +5,9 @@ keeps its column, which is zero and is marked as absent. Every other value is th
 ``NiftiLabelsMasker`` with the same settings.
 """
 
+import inspect
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ __all__ = [
     "ExtractionSettings",
     "RoiSeries",
     "TooFewTimepointsError",
+    "check_tr",
     "extract_time_series",
     "open_scan",
     "parse_confounds",
@@ -48,32 +51,15 @@ CONFOUND_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 DEFAULT_CONFOUNDS = "motion,wm_csf"
 
-_MODELS = ("basic", "power2", "derivatives", "full")
-# Noise components of nilearn's `load_confounds`: their parameters, defaults, and allowed values.
-_COMPONENTS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
-    "motion": {"motion": ("full", _MODELS)},
-    "wm_csf": {"wm_csf": ("basic", _MODELS)},
-    "global_signal": {"global_signal": ("basic", _MODELS)},
-    "high_pass": {},
-    "compcor": {
-        "compcor": (
-            "anat_combined",
-            (
-                "anat_combined",
-                "anat_separated",
-                "temporal",
-                "temporal_anat_combined",
-                "temporal_anat_separated",
-            ),
-        ),
-        "n_compcor": ("all", int),
-    },
-    "ica_aroma": {"ica_aroma": ("full", ("full", "basic"))},
-    "scrub": {
-        "scrub": (5, int),
-        "fd_threshold": (0.5, float),
-        "std_dvars_threshold": (1.5, float),
-    },
+#: Noise components of nilearn's `load_confounds`, and its parameters that belong to each.
+COMPONENTS: Mapping[str, tuple[str, ...]] = {
+    "motion": ("motion",),
+    "wm_csf": ("wm_csf",),
+    "global_signal": ("global_signal",),
+    "high_pass": (),
+    "compcor": ("compcor", "n_compcor"),
+    "ica_aroma": ("ica_aroma",),
+    "scrub": ("scrub", "fd_threshold", "std_dvars_threshold"),
 }
 
 # Seconds between volumes that a functional scan can have; beyond, the unit is another one.
@@ -165,13 +151,7 @@ class ExtractionSettings:
         return ", ".join(parts)
 
     def clean_arguments(self, tr: float) -> dict[str, Any]:
-        """Return the arguments that nilearn's ``signal.clean`` and maskers share.
-
-        Parameters
-        ----------
-        tr : float
-            Repetition time in seconds.
-        """
+        """Return the arguments that nilearn's ``signal.clean`` and maskers share; `tr` in s."""
         return {
             "detrend": self.detrend,
             "standardize": STANDARDIZATIONS[self.standardize],
@@ -207,23 +187,14 @@ class RoiSeries:
 # -------------------------------------------------------------------------------------- one scan
 
 
+def check_tr(tr: float | None) -> None:
+    """Raise a SourceError for a repetition time that no scan has; None is one to be found."""
+    if tr is not None and not TR_RANGE[0] <= tr <= TR_RANGE[1]:
+        raise SourceError(f"--tr is {tr:g} s, which no functional scan has; it is in seconds")
+
+
 def open_scan(file: Path) -> Any:
-    """Open a functional scan and check its header; the voxels stay on disk.
-
-    Parameters
-    ----------
-    file : Path
-        NIfTI, 4D.
-
-    Returns
-    -------
-    nibabel.nifti1.Nifti1Image
-
-    Raises
-    ------
-    SourceError
-        If it is not a 4D NIfTI scan with a stated place in space.
-    """
+    """Open a 4D NIfTI scan and check its header; the voxels stay on disk."""
     image = load_nifti(file)
     if len(image.shape) == 3:
         raise SourceError(
@@ -238,33 +209,19 @@ def open_scan(file: Path) -> Any:
 def repetition_time(
     image: Any, file: Path, sidecars: Sequence[Path] = (), tr: float | None = None
 ) -> float:
-    """Return the time between two volumes.
+    """Return the seconds between two volumes, as the user, a sidecar or the header states them.
 
     Parameters
     ----------
-    image : nibabel.nifti1.Nifti1Image
+    image, file
         The scan.
-    file : Path
-        Its file, for messages.
     sidecars : sequence of Path
         JSON files that describe it, the nearest first; the first ``RepetitionTime`` counts.
     tr : float, optional
         Set by the user, in seconds; then header and sidecars are not looked at.
-
-    Returns
-    -------
-    float
-        Seconds.
-
-    Raises
-    ------
-    SourceError
-        If neither header nor sidecar states it, they contradict each other, or the value is
-        none that a scan can have.
     """
+    check_tr(tr)
     if tr is not None:
-        if not TR_RANGE[0] <= tr <= TR_RANGE[1]:
-            raise SourceError(f"--tr is {tr:g} s, which no functional scan has; it is in seconds")
         return tr
     header, why_not = _header_tr(image)
     stated = _sidecar_tr(sidecars)
@@ -353,10 +310,6 @@ def extract_time_series(
     sample_mask : np.ndarray, int, optional
         Volumes that are kept; None for all.
 
-    Returns
-    -------
-    RoiSeries
-
     Raises
     ------
     TooFewTimepointsError
@@ -372,7 +325,7 @@ def extract_time_series(
     n_volumes = image.shape[3]
     n_confounds = 0 if confounds is None else confounds.shape[1]
     n_kept = n_volumes if sample_mask is None else len(sample_mask)
-    refuse_too_short(n_kept, n_confounds, settings, tr)
+    _refuse_too_short(n_kept, n_confounds, settings, tr)
     with _quiet():
         try:
             data = get_data(image)  # cached in the image, which the masker then reads
@@ -478,28 +431,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def refuse_too_short(
+def _refuse_too_short(
     n_timepoints: int, n_confounds: int, settings: ExtractionSettings, tr: float
 ) -> None:
-    """Raise if so few time points do not survive the filter and the confounds.
-
-    Parameters
-    ----------
-    n_timepoints : int
-        Volumes that are kept.
-    n_confounds : int
-        Regressors.
-    settings : ExtractionSettings
-        Filter.
-    tr : float
-        Repetition time in seconds.
-
-    Raises
-    ------
-    TooFewTimepointsError
-    SourceError
-        If the filter's frequency is too high for this repetition time.
-    """
+    """Raise a TooFewTimepointsError if so few volumes do not survive filter and confounds."""
     for cutoff in (settings.low_pass, settings.high_pass):
         if cutoff and cutoff >= 0.5 / tr:
             raise SourceError(
@@ -538,79 +473,60 @@ def _shortest_filtered(high_pass: float | None, low_pass: float | None, tr: floa
 def parse_confounds(text: str) -> dict[str, Any]:
     """Read a confound strategy, such as ``simple`` or ``motion=basic,wm_csf,scrub``.
 
-    Parameters
-    ----------
-    text : str
-        Entries separated by commas: a name of `CONFOUND_PRESETS`, a noise component of nilearn's
-        `load_confounds`, or ``parameter=value``. A parameter that is named as a component (such
-        as ``motion=basic``) asks for that component too.
-
-    Returns
-    -------
-    dict
-        All parameters of `load_confounds` that matter, with their values written out.
-
-    Raises
-    ------
-    ValueError
-        Naming the unknown entry and what is known.
+    Entries are separated by commas: a name of `CONFOUND_PRESETS`, a noise component of nilearn's
+    `load_confounds`, or ``parameter=value``. A parameter that is named as a component (such as
+    ``motion=basic``) asks for that component too. Returned are all parameters of `load_confounds`
+    that matter, with their values written out; an unknown entry is a ValueError.
     """
+    from nilearn.interfaces.fmriprep import load_confounds
+
+    usual = {p.name: p.default for p in inspect.signature(load_confounds).parameters.values()}
+    owners = {name: owner for owner, names in COMPONENTS.items() for name in names}
     entries = [part.strip() for part in text.split(",") if part.strip()]
-    names = [entry for entry in entries if "=" not in entry]
     strategy: list[str] = []
     values: dict[str, Any] = {}
     for entry in entries:
         name, equals, value = entry.partition("=")
-        owner = next((c for c, parameters in _COMPONENTS.items() if name in parameters), None)
         # compcor and ica_aroma are both: a strategy when they stand alone, else a component.
-        if name in CONFOUND_PRESETS and not equals and (owner is None or names == [name]):
+        alone = name not in COMPONENTS or [e for e in entries if "=" not in e] == [name]
+        if name in CONFOUND_PRESETS and not equals and alone:
             preset = CONFOUND_PRESETS[name]
             strategy += preset["strategy"]
-            values |= {k: v for k, v in preset.items() if k != "strategy" and k not in values}
-        elif name in _COMPONENTS and not equals:
+            values = {k: v for k, v in preset.items() if k != "strategy"} | values
+        elif name in COMPONENTS and not equals:
             strategy.append(name)
-        elif equals and owner is not None:
-            values[name] = _parameter_value(owner, name, value)
-            if owner == name and not (strategy and owner in strategy):
-                strategy.append(name)
+        elif equals and name in owners:
+            values[name] = _like(usual[name], name, value)
+            strategy += [name] if name in COMPONENTS else []
         else:
             raise ValueError(
                 f"confounds has the unknown entry {entry!r}; known are the strategies "
-                f"{', '.join(CONFOUND_PRESETS)}, the components {', '.join(_COMPONENTS)}, and "
+                f"{', '.join(CONFOUND_PRESETS)}, the components {', '.join(COMPONENTS)}, and "
                 "settings of these such as motion=basic"
             )
     strategy = list(dict.fromkeys(strategy))
     if not strategy:
         raise ValueError(
             f"confounds is {text!r}; name a strategy ({', '.join(CONFOUND_PRESETS)}), components "
-            f"({', '.join(_COMPONENTS)}), or none"
+            f"({', '.join(COMPONENTS)}), or none"
         )
     if "compcor" in strategy and "high_pass" not in strategy:
         raise ValueError("confounds: compcor needs high_pass, as fMRIPrep filtered before it")
-    owned = {k: v for c in strategy for k, v in _COMPONENTS[c].items()}
-    if idle := [name for name in values if name not in owned]:
+    if idle := [name for name in values if owners[name] not in strategy]:
         raise ValueError(f"confounds sets {idle[0]} without the component that it belongs to")
-    return {
-        "strategy": tuple(strategy),
-        **{name: values.get(name, default) for name, (default, _) in owned.items()},
-    }
+    names = [name for component in strategy for name in COMPONENTS[component]]
+    return {"strategy": tuple(strategy), **{name: values.get(name, usual[name]) for name in names}}
 
 
-def _parameter_value(component: str, name: str, text: str) -> Any:
-    default, allowed = _COMPONENTS[component][name]
-    if isinstance(allowed, tuple):
-        if text not in allowed:
-            raise ValueError(
-                f"confounds has {name}={text}; allowed for {name} are {', '.join(allowed)}"
-            )
-        return text
-    if text == default:
+def _like(usual: Any, name: str, text: str) -> Any:
+    """Return a parameter's value in the type of its default; nilearn looks at the words."""
+    if isinstance(usual, str) and not (name == "n_compcor" and text != usual):
         return text
     try:
-        value = allowed(text)
+        value = float(text) if isinstance(usual, float) else int(text)
     except ValueError:
         value = -1
-    if value < 0 or not np.isfinite(value):
+    if not 0 <= value < math.inf:
         raise ValueError(f"confounds has {name}={text}; it must be a number, 0 or more")
     return value
 

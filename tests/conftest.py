@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import tempfile
+import threading
+import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +18,15 @@ import pytest
 from data_prep.site_store import Participant, write_site_store
 from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment
 
+SHELL = (
+    "COLUMNS",
+    "FEDBN_DATA",
+    "FORCE_COLOR",
+    "NO_COLOR",
+    "PYTHONIOENCODING",
+    "PYTHONUTF8",
+    "XDG_",
+)
 N_ROIS = 12
 N_EDGES = N_ROIS * (N_ROIS - 1) // 2
 SIGNAL = np.random.default_rng(3).standard_normal(N_EDGES)
@@ -117,6 +132,25 @@ def write_experiment():
         (folder / EXPERIMENT_FILE).write_text(json.dumps(experiment.model_dump(mode="json")))
 
     return write
+
+
+def pytest_configure(config):
+    """Let no test depend on the shell that starts it, nor leave anything in the user's home.
+
+    The shell's proxies, encoding, locale, time zone, width, mask for new files, and whether the
+    environment is activated or the processes run in the background, where Ctrl-C is ignored.
+    """
+    home = tempfile.TemporaryDirectory(prefix="fedbn-home-")
+    config.add_cleanup(home.cleanup)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith(("LC_", *SHELL)):
+            del os.environ[name]
+    path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    os.environ |= {"HOME": home.name, "LANG": "C.UTF-8", "PATH": os.pathsep.join(path), "TZ": "UTC"}
+    time.tzset()
+    os.umask(0o022)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def together(nodeid):

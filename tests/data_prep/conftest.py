@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.abide import ABIDE_SITES, DEFAULT_SITES, PHENOTYPIC, PHENOTYPIC_COLUMNS, SUFFIX
 from data_prep.harvard_oxford import ROIS
 from data_prep.site_store import Participant, write_site_store
-from data_prep.sources import ABIDE_SITES, PHENOTYPIC, PHENOTYPIC_COLUMNS, SUFFIX
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -105,14 +105,14 @@ def scan_text(series, ids=tuple(i for i, _ in ROIS)):
 class SmallAbide:
     """A folder as nilearn leaves it, with a few made-up subjects at each of the four sites."""
 
-    def __init__(self, root, rng, n_subjects=6, n_timepoints=40):
+    def __init__(self, root, rng, n_subjects=6, n_timepoints=40, sites=DEFAULT_SITES, first=50000):
         self.root = root
         self.folder = root / "ABIDE_pcp"
         self.scans = self.folder / "cpac" / "filt_noglobal"
         self.scans.mkdir(parents=True)
         self.rows = []
-        number = 50000
-        for site in ABIDE_SITES.values():
+        number = first
+        for site in map(ABIDE_SITES.get, sites):
             for k in range(n_subjects):
                 number += 1
                 self.rows.append(self.row(number, site, DX_GROUP=str(1 + k % 2)))
@@ -149,6 +149,11 @@ class SmallAbide:
         other.root, other.folder = root, root / "ABIDE_pcp"
         other.scans = other.folder / "cpac" / "filt_noglobal"
         return other
+
+
+@pytest.fixture
+def small_abide_class():
+    return SmallAbide
 
 
 @pytest.fixture(scope="session")
@@ -239,3 +244,21 @@ class SmallHospital:
 @pytest.fixture
 def hospital(tmp_path, rng):
     return SmallHospital(tmp_path / "hospital", rng)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Run a command; the tables are wide enough not to break a line."""
+    from typer.testing import CliRunner
+
+    from data_prep import __main__ as cli
+
+    monkeypatch.setattr(cli.screen, "width", 200)
+
+    def run(*arguments, code=0):
+        result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return run

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.atlas import read_atlas, read_label_table
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError
 
 # ------------------------------------------------------------------------------------- the table
 
@@ -34,8 +34,8 @@ def test_tables_in_the_forms_that_people_have(tmp_path, text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "labels.txt is empty; read are csv, tsv and semicolon tables with a header"),
-        (b"\xff\xfe\x00", "labels.txt is not a table of text; read are"),
+        (b"", "labels.txt is empty; get the file again; read are csv, tsv and semicolon ta"),
+        (b"\xff\xfe\x00", "labels.txt is not UTF-8 text; save it as .*; read are"),
         (b"<?xml version='1.0'?>\n<atlas/>\n", "is not a table of text"),
         (b'{"1": "Left Pole"}\n', "is not a table of text"),
         (
@@ -163,6 +163,14 @@ def test_an_image_that_is_no_label_map_is_refused(
 ):
     file = write_scan(tmp_path / "odd.nii", data, **changes)
     with pytest.raises(SourceError, match=f"odd.nii {message}"):
+        read_atlas(file, hospital.table)
+
+
+@pytest.mark.parametrize("kind", [np.complex64, np.complex128, [(c, "u1") for c in "RGB"]])
+def test_voxels_that_are_no_real_numbers_are_named_with_their_type(hospital, write_scan, kind):
+    file = write_scan(hospital.root / "odd.nii", np.zeros((6, 6, 2), kind))
+    named = "RGB" if isinstance(kind, list) else np.dtype(kind).name
+    with pytest.raises(SourceError, match=f"odd.nii has voxels of the type {named}, and only real"):
         read_atlas(file, hospital.table)
 
 

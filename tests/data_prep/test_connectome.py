@@ -6,6 +6,7 @@ import pytest
 from nilearn.connectome import ConnectivityMeasure
 from sklearn.covariance import EmpiricalCovariance, LedoitWolf
 
+from data_prep.abide import Abide, find_abide
 from data_prep.connectome import (
     ConnectomeSettings,
     correlation_connectomes,
@@ -13,12 +14,7 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
-from data_prep.sources import (
-    find_abide,
-    join_abide_site,
-    read_abide_subject,
-    read_phenotypic,
-)
+from data_prep.roi_files import read_roi_file
 
 ESTIMATOR = {
     "ledoit-wolf": LedoitWolf(store_precision=False),
@@ -68,10 +64,9 @@ def test_same_values_as_nilearn(rng, estimator, window, stride):
 
 @pytest.mark.parametrize("estimator", ["ledoit-wolf", "pearson"])
 def test_same_values_as_nilearn_on_real_scans(abide_source, estimator):
-    folder = find_abide(abide_source)
+    data = Abide((find_abide(abide_source),))
     for site in ("NYU", "UCLA"):
-        scan = join_abide_site(folder, site, read_phenotypic(folder)).joined[0]
-        series = read_abide_subject(scan, site).series
+        series = read_roi_file(data.join(site).joined[0][1].file)
         ours = correlation_connectomes(series, window=32, stride=12, estimator=estimator)
         expected = nilearn_loop(series, 32, 12, estimator)
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)

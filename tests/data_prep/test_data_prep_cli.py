@@ -5,26 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from data_prep import __main__ as cli
+from data_prep.abide import DEFAULT_SITES
 from data_prep.connectome import correlation_connectomes
 from data_prep.site_store import assign_folds, check_compatible, find_site_stores, read_site_store
-from data_prep.sources import ABIDE_SITES
-
-
-@pytest.fixture
-def call(monkeypatch):
-    """Run a command; the tables are wide enough not to break a line."""
-    monkeypatch.setattr(cli.screen, "width", 200)
-
-    def run(*arguments, code=0):
-        result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
-        assert result.exit_code == code, result.output
-        assert "Traceback" not in result.output
-        return result
-
-    return run
 
 
 @pytest.fixture
@@ -42,7 +26,7 @@ def prepare(call, small_abide, tmp_path):
 def test_abide_makes_a_valid_store_a_site(prepare, small_abide):
     result, out = prepare("--stride", 4)
     stores = [read_site_store(path, verify=True) for path in find_site_stores(out)]
-    assert sorted(store.site for store in stores) == sorted(ABIDE_SITES)
+    assert sorted(store.site for store in stores) == sorted(DEFAULT_SITES)
     check_compatible(stores)
     store = read_site_store(out / "UM")
     assert store.n_edges == 6105
@@ -171,12 +155,12 @@ def test_mismatch_is_an_error_and_drop_lists_it(prepare, small_abide):
     small_abide.scan(59999, "NYU").write_text("anything")
     result, out = prepare("--sites", "NYU", code=1)
     assert len(result.stderr.strip().splitlines()) == 1
-    assert "1 phenotypic row(s) without a scan (sub-0050002)" in result.stderr
-    assert "1 scan(s) without a phenotypic row (NYU_0059999_rois_ho.1D)" in result.stderr
+    assert "1 participant(s) without a scan (sub-0050002)" in result.stderr
+    assert "1 scan(s) without a row in the table (NYU_0059999_rois_ho.1D)" in result.stderr
     assert not out.exists()
     result, out = prepare("--sites", "NYU", "--mismatch", "drop")
-    assert "phenotypic row without scan" in result.output
-    assert "scan without phenotypic row" in result.output
+    assert "participant without scan" in result.output
+    assert "scan without participant" in result.output
     join = read_site_store(out / "NYU").description["join"]
     assert join["without_scan"] == ["sub-0050002"]
     assert join["without_row"] == ["NYU_0059999_rois_ho.1D"]
@@ -245,6 +229,61 @@ def test_folds_that_a_site_cannot_have_are_refused(prepare, small_abide):
     small_abide.write_rows()
     result, _ = prepare("--sites", "NYU", "--folds", 3, code=1)
     assert "site 'NYU' has one diagnosis only (6 of autism)" in result.stderr
+
+
+@pytest.fixture
+def large_and_small(tmp_path, small_abide_class, rng):
+    """KKI has ten subjects, YALE two, and of UM's the most have an ROI without signal."""
+    for place, sites, n, first in (("a", ("KKI", "UM"), 10, 50000), ("b", ("YALE",), 2, 51000)):
+        small = small_abide_class(tmp_path / place, rng, n_subjects=n, sites=sites, first=first)
+        for number in range(50011, 50020) if place == "a" else ():
+            silence(small, number, "UM_1", 82)
+    return ("--source", tmp_path / "a", "--source", tmp_path / "b", "--whole-scan")
+
+
+def test_all_sites_of_several_folders(call, large_and_small, tmp_path):
+    out = tmp_path / "out"
+    result = call("abide", *large_and_small, "--sites", "all", "--out", out)
+    assert [path.name for path in find_site_stores(out)] == ["KKI"]
+    text = " ".join(result.output.split())
+    assert "site 'UM': 0 autism and 1 control left of 10, too few to train on in 5 folds" in text
+    assert "site 'YALE': 1 autism and 1 control left of 2, too few to train on" in text
+    result = call("abide", *large_and_small, "--sites", "all", "--keep-small", "--out", out)
+    assert [path.name for path in find_site_stores(out)] == ["KKI", "UM", "YALE"]
+    assert "warning: site 'UM' has one diagnosis only (1 of control)" in result.stderr
+    assert read_site_store(out / "KKI").description["repetition_time_s"] == 2.5
+    assert "repetition times differ" not in call("check", "--folds", 0, out).stderr
+
+
+def test_a_site_may_be_named_as_abide_does(call, large_and_small, tmp_path):
+    call("abide", *large_and_small, "--sites", "UM_1,KKI", "--out", tmp_path / "out")
+    assert [path.name for path in find_site_stores(tmp_path / "out")] == ["KKI", "UM"]
+
+
+def test_windows_in_seconds_follow_each_site_s_repetition_time(
+    call, tmp_path, small_abide_class, rng
+):
+    small = small_abide_class(tmp_path / "a", rng, sites=("NYU", "UCLA", "CMU"))
+    for row in small.rows[12:]:  # CMU's two protocols
+        old = small.scans / f"{row['FILE_ID']}_rois_ho.1D"
+        row["FILE_ID"] = f"CMU_{'ab'[int(row['DX_GROUP']) - 1]}_{int(row['SUB_ID']):07d}"
+        old.rename(small.scans / f"{row['FILE_ID']}_rois_ho.1D")
+    small.write_rows()
+    out = tmp_path / "out"
+    common = ("abide", "--source", tmp_path / "a", "--out", out)
+    call(*common, "--sites", "NYU,UCLA", "--window-seconds", 60)
+    windows = {
+        path.name: read_site_store(path).description["connectome"]["window"]
+        for path in find_site_stores(out)
+    }
+    assert windows == {"NYU": 30, "UCLA": 20}
+    assert "fit together" in call("check", "--folds", 3, out).output
+    result = call(*common, "--sites", "CMU", "--window-seconds", 60, code=1)
+    assert "site 'CMU': its scans have the repetition times 1.5, 2 s" in result.stderr
+    call(*common, "--sites", "NYU,CMU")
+    assert read_site_store(out / "CMU").description["repetition_times_s"] == [1.5, 2.0]
+    stderr = call("check", "--folds", 3, out / "NYU", out / "CMU").stderr
+    assert "windows of 32 volumes are 48 s at CMU; 64 s at NYU, CMU" in stderr
 
 
 def tangent(prepare, fold=0):

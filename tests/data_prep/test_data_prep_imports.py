@@ -3,7 +3,7 @@ from pathlib import Path
 
 from data_prep import site_store
 
-ROOMS = sorted(Path(site_store.__file__).parent.glob("*.py"))
+ROOMS = sorted(Path(site_store.__file__).parent.rglob("*.py"))
 
 
 def imported_at_module_level(file):
@@ -22,4 +22,4 @@ def test_data_prep_knows_nothing_of_training_or_of_nvflare():
 
 def test_nilearn_and_scikit_learn_are_imported_where_they_are_used():
     names = {name for file in ROOMS for name in imported_at_module_level(file)}
-    assert not names & {"nilearn", "sklearn", "pandas", "scipy", "nibabel"}
+    assert not names & {"nilearn", "sklearn", "pandas", "scipy", "nibabel", "PIL", "pydicom"}

@@ -2,22 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.nifti import (
-    Scan,
-    find_fmriprep_scans,
-    find_scans,
-    join_participants,
-    parse_diagnosis_words,
-    read_participant_table,
-    sidecars,
-)
+from data_prep.errors import SourceError
+from data_prep.nifti import find_fmriprep_scans, find_scans, sidecars
+from data_prep.participants import join_participants, parse_diagnosis_words, read_participants
 from data_prep.roi_files import (
     describe_series,
     holds_series,
+    read_roi_file,
     refuse_foreign_series,
     write_roi_file,
 )
-from data_prep.sources import SourceError, read_roi_file
+from data_prep.scans import Scan
 from data_prep.timeseries import open_scan
 
 ANY = {"ses": None, "task": None, "run": None}
@@ -131,7 +126,8 @@ def test_sidecars_are_inherited_as_in_bids(tmp_path):
 def read(tmp_path, text, words=(), column="diagnosis"):
     file = tmp_path / "participants.tsv"
     file.write_text(text, encoding="utf-8")
-    return read_participant_table(file, parse_diagnosis_words(words), column)
+    words = parse_diagnosis_words(words)
+    return read_participants(file, words, diagnosis_column=column)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +184,23 @@ def test_a_diagnosis_word_of_another_form_is_refused(entry):
             "only participant_id diagnosis; separate its columns by tabs",
         ),
         ("subject\tdiagnosis\n1\tautism\n", "has no column 'participant_id', only subject, diagn"),
-        ("participant_id\tDX\n1\tautism\n", "'diagnosis', only participant_id, DX; name the diag"),
+        (
+            "participant_id\tDX\n1\tautism\n",
+            "'diagnosis', only participant_id, DX; name it with --diag",
+        ),
         ("participant_id\tdiagnosis\n1\tautism\nsub-1\tautism\n", "has two rows of sub-1"),
         ("participant_id\tdiagnosis\n\tautism\n", "line 2: no participant_id"),
         ("participant_id\tdiagnosis\tage\n1\tautism\t12,5\n", "line 2: age '12,5' is no number"),
         ("participant_id\tdiagnosis\n", "has no row to use"),
+        (
+            "participant_id\tdiagnosis\tage\n1\tautism\n",
+            r"line 2: 2 field\(s\), the header names 3; a",
+        ),
+        (
+            "participant_id\tdiagnosis\n1\t7\tautism\n2\t8\tcontrol\n",
+            r"line 2: 3 field\(s\), the header names 2; the rows have names .* row.names = FALSE",
+        ),
+        ("participant_id\tdiagnosis\tdiagnosis\n1\tautism\tcontrol\n", "'diagnosis' twice"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused(tmp_path, text, message):
@@ -230,7 +238,7 @@ def test_participants_and_scans_are_matched_and_the_rest_is_named(tmp_path):
     with pytest.raises(
         SourceError,
         match=r"'HOSP': 1 participant\(s\) without a scan \(sub-03\) and 1 scan\(s\) without a row "
-        r"in the participants table \(sub-04_bold.nii.gz\); complete .* --mismatch drop",
+        r"in the table \(sub-04_bold.nii.gz\); complete .* --mismatch drop",
     ):
         join.refuse_mismatch()
 

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from data_prep import __main__ as cli
 from data_prep.atlas import read_atlas
 from data_prep.connectome import correlation_connectomes
+from data_prep.roi_files import read_roi_file
 from data_prep.site_store import read_site_store
-from data_prep.sources import read_roi_file
 from data_prep.timeseries import ExtractionSettings, extract_time_series
 
 
@@ -220,6 +220,20 @@ def test_a_bad_scan_is_named_and_leaves_the_old_store(prepare, hospital, write_s
     result, _ = prepare("--whole-scan", code=1)
     assert "sub-02: sub-02_task-rest_bold.nii.gz is cut off or damaged" in result.stderr
     assert len(read_site_store(folder, verify=True).participants) == 4
+
+
+@pytest.mark.parametrize("kind", [np.complex64, np.complex128, [(c, "u1") for c in "RGB"]])
+def test_a_scan_of_no_real_numbers_is_named_with_its_subject_and_type(
+    prepare, hospital, write_scan, kind
+):
+    write_scan(hospital.scan("03"), np.zeros((6, 6, 2, 50), kind))
+    result, folder = prepare(code=1)
+    named = "RGB" if isinstance(kind, list) else np.dtype(kind).name
+    assert (
+        f"error: site 'HOSP', sub-03: sub-03_task-rest_bold.nii.gz has voxels of the type {named},"
+        in (result.stderr)
+    )
+    assert not folder.exists()
 
 
 def test_the_sidecar_that_contradicts_is_named(prepare, hospital):

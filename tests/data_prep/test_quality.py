@@ -1,7 +1,7 @@
 import pytest
 
+from data_prep.participants import Subject
 from data_prep.quality import QualityRule, apply_rule
-from data_prep.sources import Subject
 
 ROIS = (("10", "Left Thalamus"), ("3455", "label 3455"), ("4802", "Left Occipital Pole"))
 

@@ -101,6 +101,10 @@ def array(value):
             "has store format 99, this version reads 1",
         ),
         (
+            replace("dataset_description.json", '"site": "NYU"', '"site": "St.Olav"'),
+            "site is 'St.Olav'; use letters, digits, '-' and '_', .*; make the store again with",
+        ),
+        (
             replace("dataset_description.json", '"estimator"', '"guess"'),
             "does not state connectome.estimator",
         ),

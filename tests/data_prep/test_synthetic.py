@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.connectome import correlation_connectomes
-from data_prep.synthetic import SITES, generate_site
+from data_prep.synthetic import SITES, generate_site, hospital
 
 
 @functools.cache
@@ -62,3 +62,15 @@ def test_the_disease_is_the_same_edges_everywhere(shift):
     strongest = np.argsort(np.abs(np.sum(effects, axis=0)))[-100:]
     signs = np.sign([effect[strongest] for effect in effects])
     assert (np.abs(signs.sum(axis=0)) == 4).mean() > 0.9
+
+
+def test_any_other_name_is_a_hospital_of_its_own():
+    oslo, again, bergen = hospital("Oslo"), hospital("Oslo"), hospital("Bergen")
+    assert oslo == again != bergen
+    first = [next(generate_site(name)) for name in ("Oslo", "Bergen", "NYU")]
+    assert [subject.site for subject in first] == ["Oslo", "Bergen", "NYU"]
+    assert first[0].series.shape == (oslo.n_timepoints, 111)
+    values = [subject.series[:80] for subject in first]
+    assert not any(np.array_equal(values[k], values[k - 1]) for k in range(3))
+    with pytest.raises(ValueError, match=r"site is 'St\. Olav'; use letters"):
+        hospital("St. Olav")

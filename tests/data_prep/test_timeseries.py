@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_prep.atlas import read_atlas
-from data_prep.sources import SourceError
+from data_prep.errors import SourceError
 from data_prep.timeseries import (
     CONFOUND_PRESETS,
     ExtractionSettings,
@@ -321,7 +321,6 @@ def test_confound_strategies(text, expected):
     [
         ("", "name a strategy"),
         ("aroma", "unknown entry 'aroma'; known are the strategies simple, scrubbing, compcor"),
-        ("motion=none", "has motion=none; allowed for motion are basic, power2, derivatives, full"),
         ("motion,compcor", "compcor needs high_pass"),
         ("motion,fd_threshold=0.2", "sets fd_threshold without the component"),
         ("scrubbing,fd_threshold=much", "it must be a number, 0 or more"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ from fedbn.federation.site_state import LOCAL_ENTRIES, SHARED_WEIGHTS, load_chec
 
 pytestmark = pytest.mark.slow
 
-JOBS = Path(__file__).parents[2] / "jobs"
-METHOD_FIELDS = ("name", "policy", "algorithm", "finetune")
 METHODS_BY_JOB = ("singleset", "fedbn_fedprox", "fedbn_scaffold", "clustered", "fedavg_finetune")
 SAME_IN_EVERY_TRANSPORT = ("experiment", "shared_weights_sha256", "across_sites", "synthetic")
 
@@ -117,15 +113,14 @@ def method_runs(simulation):
     with ThreadPoolExecutor(3) as pool:
         runs = {}
         for method in METHODS_BY_JOB:
-            job = json.loads((JOBS / f"abide_{method}/app/config/experiment.json").read_text())
-            changes = {key: job[key] for key in METHOD_FIELDS if key in job}
-            changes["training"] = job["training"] | {"batch_size": 16, "local_epochs": 1}
-            changes["sites"] = ["NYU", "UM"]
+            changes = {"training.batch_size": 16, "training.local_epochs": 1}
             if method == "clustered":
                 changes["sites"] = ["NYU", "UM", "USM"]
-                changes["algorithm"] |= {"split_mean_norm": 100.0, "split_site_norm": 0.001}
-            n_sites = str(len(changes["sites"]))
-            runs[method] = pool.submit(simulation(**changes).run, "-n", n_sites, "-t", n_sites)
+                changes["algorithm.split_mean_norm"] = 100.0
+                changes["algorithm.split_site_norm"] = 0.001
+            run = simulation(method=method, **changes)
+            n_sites = str(len(run.experiment.sites))
+            runs[method] = pool.submit(run.run, "-n", n_sites, "-t", n_sites)
         yield runs
         pool.shutdown(cancel_futures=True)
 

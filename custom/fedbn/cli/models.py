@@ -116,9 +116,6 @@ def predict(
             predictions = prediction.predict_files(
                 bundle, [*inputs, *(more or [])], options, on_case=lambda: progress.advance(task)
             )
-        screen.print(prediction_table(bundle, predictions))
-        for line in prediction_lines(bundle, predictions):
-            typer.echo(line)
         if out is not None:
             with progress_bar() as progress:
                 task = progress.add_task("pictures", total=min(pictures, len(predictions)))
@@ -129,6 +126,10 @@ def predict(
                     pictures=pictures,
                     on_picture=lambda: progress.advance(task),
                 )
+        screen.print(prediction_table(bundle, predictions))
+        for line in prediction_lines(bundle, predictions):
+            typer.echo(line)
+        if out is not None:
             typer.echo(f"{out}: {', '.join(written)}")
 
 

@@ -1,4 +1,4 @@
-"""``run``, ``results``, ``report``, ``resume``: one experiment, and what a finished run says."""
+"""``run``, ``job``, ``results``, ``report``, ``resume``: one experiment, and what a run says."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ import typer
 
 from data_prep.site_store import default_data_root
 from fedbn.cli.common import (
+    Changes,
+    ChangesFile,
     DataRoot,
+    ExperimentCommand,
     Job,
     app,
-    changed,
+    changed_experiment,
     check_writable,
     one_sentence,
     progress_bar,
     screen,
 )
-from fedbn.federation.experiment import read_experiment
+from fedbn.federation.experiment import Experiment
 from fedbn.federation.site_state import write_json
 
 
-@app.command()
+@app.command(cls=ExperimentCommand)
 def run(
     job: Job,
     data: DataRoot = None,
-    policy: Annotated[
-        str | None, typer.Option(help="fedbn, silobn or none (FedAvg), in place of the job's.")
-    ] = None,
-    fold: Annotated[int | None, typer.Option(help="Fold to hold out.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write results.json here.")] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
 ) -> None:
     """Run a job's experiment inside this process: the same numbers as in FLARE, no transport."""
     with one_sentence():
@@ -44,9 +43,7 @@ def run(
         from fedbn.report.tables import run_tables
 
         torch.set_num_threads(1)  # as in the job: the same bits
-        experiment = changed(
-            read_experiment(job), policy=policy, fold=fold, seed=seed, rounds=rounds
-        )
+        experiment = changed_experiment(job, changes, changes_file)
         if experiment.continues is not None:
             raise ValueError(
                 f"{job} continues job {experiment.continues.job}, whose batch norm is at the "
@@ -56,11 +53,42 @@ def run(
         with progress_bar() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))
+        if out is not None:
+            write_json(out, result.report)
         for table in run_tables(result.report):
             screen.print(table)
         typer.echo(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
-        if out is not None:
-            write_json(out, result.report)
+
+
+@app.command(name="job", cls=ExperimentCommand)
+def make_job(
+    job: Job,
+    out: Annotated[Path, typer.Option(help="The new job folder.")],
+    method: Annotated[
+        str | None, typer.Option(help="A method that FLARE can run, in place of the job's own.")
+    ] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
+) -> None:
+    """Write the FLARE job folder of another method or other settings, wired like a job."""
+    with one_sentence():
+        from fedbn.core.networks import check_allowed
+        from fedbn.federation.job_folder import job_name, write_job
+        from fedbn.study.methods import flare_experiment
+
+        def start(experiment: Experiment) -> Experiment:
+            found = experiment if method is None else flare_experiment(method, experiment)
+            return found.changed(name=job_name(out))
+
+        experiment = changed_experiment(job, changes, changes_file, ("continues",), start)
+        for line in write_job(job, out, experiment):
+            typer.echo(line)
+        n_sites = len(experiment.sites)
+        typer.echo(f"{out}: run it with `nvflare simulator {out} -n {n_sites}`, or submit it")
+        try:
+            check_allowed(experiment.network.name, ())
+        except ValueError as error:
+            typer.echo(str(error))
 
 
 @app.command()

@@ -9,12 +9,30 @@ from typing import Annotated
 import typer
 
 from data_prep.site_store import default_data_root
-from fedbn.cli.common import DataRoot, Job, app, changed, one_sentence, runs_progress
-from fedbn.federation.experiment import parse_network, parse_training_share, read_experiment
+from fedbn.cli.common import (
+    Changes,
+    ChangesFile,
+    DataRoot,
+    ExperimentCommand,
+    Job,
+    app,
+    changed_experiment,
+    one_sentence,
+    runs_progress,
+)
+from fedbn.federation.experiment import Experiment
 from fedbn.federation.site_state import atomic_write, write_json
 
+DECIDED = ("fold", "seed", "policy", "algorithm", "finetune")
+"""Fields that methods, seeds and folds decide."""
 
-@app.command()
+
+def _first_fold(experiment: Experiment) -> Experiment:
+    """All folds are run, whichever of how many the job holds out."""
+    return experiment.changed(fold=0)
+
+
+@app.command(cls=ExperimentCommand)
 def compare(
     job: Job,
     out: Annotated[
@@ -28,31 +46,7 @@ def compare(
         str | None,
         typer.Option(help="Method to subtract. Default: fedavg if it is there, else the first."),
     ] = None,
-    folds: Annotated[int | None, typer.Option(help="Folds, each held out once a seed.")] = None,
     seeds: Annotated[int, typer.Option(help="Repetitions, each with folds of its own.")] = 5,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:JSON]",
-            help="Network in place of the job's: a name, with arguments as "
-            "'ConnectomeMLP:{\"hidden\": [16, 16]}'.",
-        ),
-    ] = None,
-    training_share: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Share of each site's training subjects to train on (0.25), or of some sites' "
-            "(NYU=0.1,UM=0.5).",
-        ),
-    ] = None,
-    aggregation_weights: Annotated[
-        str | None, typer.Option(help="equal, or samples: what a site counts in the mean.")
-    ] = None,
     target_loss: Annotated[
         float | None,
         typer.Option(
@@ -65,6 +59,8 @@ def compare(
         str | None,
         typer.Option(help="mlflow: also write everything to a local MLflow store in --out."),
     ] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
 ) -> None:
     """Compare methods by repeated cross-validation on a job's experiment, with paired intervals."""
     with one_sentence():
@@ -76,22 +72,7 @@ def compare(
             from fedbn.report import tracking
 
             tracking.check_tracker(track)
-        experiment = read_experiment(job)
-        training = {
-            "local_epochs": local_epochs,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-        }
-        given = {name: value for name, value in training.items() if value is not None}
-        experiment = changed(
-            experiment.changed(fold=0),
-            rounds=rounds,
-            n_folds=folds,
-            network=None if network is None else parse_network(network),
-            training_share=None if training_share is None else parse_training_share(training_share),
-            aggregation_weights=aggregation_weights,
-            training={**experiment.training.model_dump(), **given},
-        )
+        experiment = changed_experiment(job, changes, changes_file, DECIDED, _first_fold)
         names = [name.strip() for name in methods.split(",") if name.strip()]
         plan = comparison.plan_comparison(
             experiment, names, seeds, reference, target_loss=target_loss
@@ -113,12 +94,13 @@ def compare(
         text = render(tables, width=width(summary)) + "\n" + "\n".join(sentences) + "\n"
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
+        store = None if track is None else tracking.track(out)
         typer.echo(text, nl=False)
-        if track is not None:
-            typer.echo(f"MLflow store: {tracking.track(out)}")
+        if store is not None:
+            typer.echo(f"MLflow store: {store}")
 
 
-@app.command()
+@app.command(cls=ExperimentCommand)
 def unseen(
     job: Job,
     out: Annotated[
@@ -126,9 +108,8 @@ def unseen(
     ],
     data: DataRoot = None,
     seeds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples in a batch.")] = None,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
 ) -> None:
     """Leave one hospital out at a time, to learn what a new one should start from."""
     with one_sentence():
@@ -139,12 +120,7 @@ def unseen(
         from fedbn.study.leave_one_site_out import SUMMARY_FILE, leave_one_out
 
         torch.set_num_threads(1)  # as in every run: the same bits
-        experiment = read_experiment(job)
-        training = {"local_epochs": local_epochs, "batch_size": batch_size}
-        given = {name: value for name, value in training.items() if value is not None}
-        experiment = changed(
-            experiment, rounds=rounds, training={**experiment.training.model_dump(), **given}
-        )
+        experiment = changed_experiment(job, changes, changes_file, DECIDED)
         with runs_progress() as on_run:
             summary = leave_one_out(
                 experiment, data or default_data_root(), out, n_seeds=seeds, on_run=on_run
@@ -156,21 +132,18 @@ def unseen(
         typer.echo(f"evidence for `fedbn adapt --evidence`: {out / SUMMARY_FILE}")
 
 
-@app.command()
+@app.command(cls=ExperimentCommand)
 def explain(
     job: Job,
     out: Annotated[Path, typer.Option(help="Folder for edges.csv, explanation.json, pictures.")],
     data: DataRoot = None,
-    policy: Annotated[
-        str | None, typer.Option(help="fedbn, silobn or none (FedAvg), in place of the job's.")
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    local_epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     permutations: Annotated[
         int, typer.Option(help="How often all is trained again with permuted diagnoses.")
     ] = 3,
     top: Annotated[int, typer.Option(help="How many edges count as the strongest.", min=1)] = 50,
     draw: Annotated[bool, typer.Option(help="Draw the strongest edges on a brain.")] = True,
+    changes: Changes = None,
+    changes_file: ChangesFile = None,
 ) -> None:
     """Say which connections the networks look at, at each site and over all, and how steadily."""
     with one_sentence():
@@ -182,13 +155,7 @@ def explain(
         from fedbn.study import explanation
 
         torch.set_num_threads(1)  # as in every run: the same bits
-        experiment = read_experiment(job)
-        training = experiment.training.model_dump()
-        if local_epochs is not None:
-            training["local_epochs"] = local_epochs
-        experiment = changed(
-            experiment.changed(fold=0), policy=policy, rounds=rounds, training=training
-        )
+        experiment = changed_experiment(job, changes, changes_file, ("fold",), _first_fold)
         stores = read_sites(data or default_data_root(), experiment, verify=True)
         explanation.check_out(out)
         with runs_progress() as on_run:
@@ -200,11 +167,11 @@ def explain(
         text = render([edge_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
-        typer.echo(text, nl=False)
         if draw:
             for picture in pictures(found):
                 with atomic_write(out / f"{picture.name}.png") as file:
                     file.write(picture.png)
+        typer.echo(text, nl=False)
         typer.echo(f"all edges: {out / explanation.EDGES_FILE}")
 
 

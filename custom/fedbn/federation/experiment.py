@@ -7,7 +7,6 @@ seed or a learning rate.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -346,53 +345,6 @@ class Experiment(_Settings):
     def changed(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, validated like the original."""
         return validated({**self.model_dump(), **changes}, "the experiment")
-
-
-def parse_network(text: str) -> dict[str, Any]:
-    """Read a network as it is typed: ``NAME``, or ``NAME:{JSON object of arguments}``.
-
-    Raises
-    ------
-    ExperimentError
-        If the arguments are no JSON object.
-    """
-    name, brace, rest = text.partition("{")
-    if not brace:
-        return {"name": text.strip(), "args": {}}
-    try:
-        args = json.loads(brace + rest)
-    except ValueError as error:
-        raise ExperimentError(
-            f"network {text!r}: its arguments are not JSON ({error}); write them as in "
-            "'ConnectomeMLP:{\"hidden\": [16, 16]}'"
-        ) from error
-    name = name.strip()
-    if not name.endswith(":"):
-        raise ExperimentError(f"network {text!r}: put a colon between its name and its arguments")
-    return {"name": name.removesuffix(":").strip(), "args": args}
-
-
-def parse_training_share(text: str) -> float | dict[str, float]:
-    """Read a share of training subjects as it is typed: ``0.25``, or ``NYU=0.1,UM=0.5``.
-
-    Raises
-    ------
-    ExperimentError
-        If it is neither.
-    """
-    try:
-        if "=" not in text:
-            return float(text)
-        pairs = [part.split("=") for part in text.split(",")]
-        shares = {site.strip(): float(share) for site, share in pairs}
-    except ValueError as error:
-        raise ExperimentError(
-            f"training share {text!r} is neither a number, such as 0.25, nor one for each site, "
-            "such as NYU=0.1,UM=0.5"
-        ) from error
-    if len(shares) < len(pairs):
-        raise ExperimentError(f"training share {text!r} names a site twice")
-    return shares
 
 
 def read_experiment(path: Path) -> Experiment:

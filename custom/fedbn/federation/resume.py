@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from fedbn.federation.experiment import (
-    EXPERIMENT_FILE,
     ContinuesSettings,
     Experiment,
     read_experiment,
     validated,
 )
+from fedbn.federation.job_folder import new_job_folder, write_experiment
 from fedbn.federation.run_folder import SAVED_FILE, only_file
 from fedbn.federation.site import Preparation
 from fedbn.federation.site_state import (
@@ -166,8 +165,6 @@ def continue_job(
     ResumeError, ExperimentError, SiteStateError
         In one sentence; then nothing has been written.
     """
-    if out.exists():
-        raise ResumeError(f"{out} is there already; give a new folder with --out")
     saved = find_saved_file(run)
     _, facts = load_checkpoint(saved, SHARED_WEIGHTS)
     before = read_experiment(job)
@@ -178,22 +175,14 @@ def continue_job(
         rounds=before.rounds if rounds is None else rounds,
         continues=_continues(saved, facts).model_dump(),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder = temporary / "job"
-        shutil.copytree(job, folder, ignore=shutil.ignore_patterns("__pycache__", ".__nvfl_*"))
+    with new_job_folder(job, out) as folder:
         server_app = _server_app(folder, experiment)
         shutil.copy(saved, folder / server_app / INITIAL_WEIGHTS)
-        for app in {_APP, server_app}:
-            _write_experiment(folder / app / "config" / EXPERIMENT_FILE, experiment)
+        write_experiment(folder, experiment)
         _set_server(folder / server_app / "config" / "config_fed_server.json", min_sites)
         if min_sites is not None:
-            meta = json.loads((folder / "meta.json").read_text())
+            meta = json.loads((folder / "meta.json").read_bytes())
             write_json(folder / "meta.json", {**meta, "min_clients": min_sites})
-        folder.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return experiment
 
 
@@ -328,22 +317,16 @@ def _server_app(folder: Path, experiment: Experiment) -> str:
     if experiment.algorithm.name not in ("scaffold", "clustered"):
         return _APP
     shutil.copytree(folder / _APP, folder / _SERVER_APP)
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_bytes())
     meta["deploy_map"] = {_SERVER_APP: ["server"], _APP: list(experiment.sites)}
     write_json(folder / "meta.json", meta)
     return _SERVER_APP
 
 
-def _write_experiment(path: Path, experiment: Experiment) -> None:
-    content = json.loads(path.read_text())
-    changed = experiment.model_dump(mode="json", include={"rounds", "continues"})
-    write_json(path, {**content, **changed})
-
-
 def _set_server(path: Path, min_sites: int | None) -> None:
     """Have the persistor start from the saved weights, and the workflow take another quorum."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         components = [*content["components"], *content["workflows"]]
         (persistor,) = (c for c in components if c["path"].endswith(f".{_PERSISTOR}"))
         persistor.setdefault("args", {})["initial_weights"] = INITIAL_WEIGHTS

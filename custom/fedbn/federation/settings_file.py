@@ -35,7 +35,7 @@ def read_json(path: Path) -> Any:
     ValueError
         If it is no JSON, or a field stands in it twice (:class:`RepeatedFieldError`).
     """
-    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    return json.loads(path.read_bytes(), object_pairs_hook=_once)
 
 
 def parse_yaml(text: str) -> Any:

@@ -267,7 +267,7 @@ def _job(patient: _Patient) -> Findings:
     yield Finding(OK, "job", f"{experiment.name} {fits}; sites {', '.join(experiment.sites)}")
     path = (patient.job if patient.job.is_dir() else patient.job.parent) / "app" / "config"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((path / "config_fed_client.json").read_text())
+        content = json.loads((path / "config_fed_client.json").read_bytes())
         (patient.arguments,) = [
             component.get("args", {})
             for component in content["components"]

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,9 +30,9 @@ from nvflare.recipe.spec import Recipe
 from fedbn.federation.experiment import (
     EXPERIMENT_FILE,
     Experiment,
-    ExperimentError,
     read_experiment,
 )
+from fedbn.federation.job_folder import check_job_name
 from fedbn.federation.site_state import write_json
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.learner import FedBNLearner
@@ -96,11 +95,7 @@ class FedBNRecipe(Recipe):
             experiment = read_experiment(Path(experiment))
         self.experiment = experiment.changed(**changes) if changes else experiment
         name = name or self.experiment.name
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-            raise ExperimentError(
-                f"{name!r} cannot name a job and its package: give a name of letters, digits and "
-                "'_' that begins with a letter"
-            )
+        check_job_name(name)
         job = FedJob(name=name, min_clients=min_sites or len(self.experiment.sites))
         # Without this FLARE copies the installed package into the job.
         job.set_app_packages(["fedbn", "data_prep"])

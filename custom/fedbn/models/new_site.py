@@ -308,7 +308,7 @@ def _signature(path: Path) -> dict[str, Any] | None:
     """Return what the sites' stores had in common, as the server wrote it with the results."""
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or content.get("format") != RESULTS_FORMAT:
         return None
     signature = content.get("signature")

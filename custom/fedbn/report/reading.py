@@ -31,7 +31,7 @@ def read_results(path: Path) -> dict[str, Any]:
         If it is something else.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -84,7 +84,7 @@ def claim(path: Path, identity: Mapping[str, Any], what: str, error: type[ValueE
     out = path.parent
     if path.is_file():
         try:
-            there = json.loads(path.read_text())
+            there = json.loads(path.read_bytes())
         except (OSError, ValueError) as reason:
             raise error(f"{path} is damaged ({reason}); give another --out") from reason
         difference = first_difference(there, json.loads(json.dumps(identity)))
@@ -130,7 +130,7 @@ def read_unit(path: Path, key: str, part: str) -> dict[str, Any] | None:
         What a whole one has besides.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     whole = isinstance(record, dict) and record.get("key") == key and part in record

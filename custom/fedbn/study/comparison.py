@@ -876,7 +876,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     path = folder / SUMMARY_FILE if folder.is_dir() else folder
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or content.get("format") not in _READABLE:
         raise ComparisonError(f"{path} is not the summary of a comparison ({FORMAT})")
     return content

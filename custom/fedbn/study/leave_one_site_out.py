@@ -517,7 +517,7 @@ def read_evidence(path: Path) -> dict[str, Any]:
     path = path / SUMMARY_FILE if path.is_dir() else path
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or content.get("format") != FORMAT or "scores" not in content:
         raise UnseenError(f"{path} is no summary of `fedbn unseen` ({FORMAT})")
     return content

@@ -57,6 +57,28 @@ def method(name: str) -> Method:
     return METHODS[name]
 
 
+def flare_experiment(name: str, experiment: Experiment) -> Experiment:
+    """Return a job's experiment changed into a method's, for FLARE.
+
+    Whether sites also train alone, to say what the federation gained, stays as it was; the method
+    that is nothing else does not do it twice.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or FLARE cannot run it.
+    """
+    if not method(name).in_flare:
+        possible = [one.name for one in METHODS.values() if one.in_flare]
+        raise ValueError(
+            f"method {name!r} runs in one process alone (`fedbn compare`); FLARE runs "
+            f"{', '.join(possible)}"
+        )
+    changed = method(name).experiment(experiment)
+    alone_too = experiment.compare_with_alone and changed.algorithm.name != "alone"
+    return changed.changed(compare_with_alone=alone_too)
+
+
 def averaged(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
     """Score the final shared weights with each site's own entries, and what it had trained last."""
     outcomes = {}

@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedbn.core.training import derive_seed
+from fedbn.federation.changes import with_changes
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.settings_file import fault, read_json
 from fedbn.study.method import Method, Outcome
@@ -73,7 +74,7 @@ class Member(_Settings):
     @model_validator(mode="after")
     def _changes_no_split(self) -> Member:
         for field in self.changes:
-            if field not in _CHANGEABLE:
+            if field.partition(".")[0] not in _CHANGEABLE:
                 raise ValueError(
                     f"{field} cannot be changed by a candidate, only {', '.join(_CHANGEABLE)}"
                 )
@@ -86,11 +87,7 @@ class Member(_Settings):
 
     def experiment(self, experiment: Experiment, lookup: Lookup) -> Experiment:
         """Return the experiment changed into this member's."""
-        settings = lookup(self.method).experiment(experiment)
-        changes = dict(self.changes)
-        if "training" in changes:
-            changes["training"] = {**settings.training.model_dump(), **changes["training"]}
-        return settings.changed(**changes)
+        return with_changes(lookup(self.method).experiment(experiment), self.changes)
 
 
 class Candidate(_Settings):

@@ -301,7 +301,7 @@ def _stacked(clients: Sequence[np.ndarray], settings: Settings) -> tuple[np.ndar
 
 def digits(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
     """Describe the five digit domains, as pixels in [-1, 1] and standardised at each client."""
-    from data_prep.paper_sources import read_digits
+    from data_prep.paper.sources import read_digits
 
     clients = []
     for i, domain in enumerate(read_digits(folder)):

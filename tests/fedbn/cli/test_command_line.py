@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import operator
 
 import pytest
 from typer.testing import CliRunner
 
 from fedbn.__main__ import app
-from fedbn.federation.experiment import read_experiment
+from fedbn.cli.common import SHORT_NAMES
+from fedbn.federation.experiment import NetworkSettings, read_experiment
 from fedbn.federation.results import run_report
 from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
@@ -44,7 +46,7 @@ def test_run_prints_the_gain_of_each_site_and_writes_the_results(job, data_root,
 
 
 @pytest.mark.parametrize(
-    ("change", "value"), [("--fold", 1), ("--seed", 6), ("--policy", "none"), ("--rounds", 1)]
+    ("change", "value"), [("--fold", 1), ("--rounds", 1), ("--set", "training.batch_size=8")]
 )
 def test_run_changes_what_it_is_told_to(job, data_root, tmp_path, change, value):
     digests = set()
@@ -53,6 +55,44 @@ def test_run_changes_what_it_is_told_to(job, data_root, tmp_path, change, value)
         assert invoke("run", job, "--data", data_root, "--out", out, *arguments).exit_code == 0
         digests.add(json.loads(out.read_text())["shared_weights_sha256"])
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["--rounds", "3"], "rounds", 3),
+        (["--rounds=3"], "rounds", 3),
+        (["--folds", "9"], "n_folds", 9),
+        (["--fold", "1"], "fold", 1),
+        (["--seed", "6"], "seed", 6),
+        (["--policy", "none"], "policy", "none"),
+        (["--aggregation-weights", "samples"], "aggregation_weights", "samples"),
+        (["--training-share", "NYU=0.5"], "training_share", {"NYU": 0.5}),
+        (["--network", "UNet:{}"], "network", NetworkSettings(name="UNet")),
+        (["--local-epochs", "7"], "training.local_epochs", 7),
+        (["--batch-size", "7"], "training.batch_size", 7),
+        (["--learning-rate", "0.7"], "training.learning_rate", 0.7),
+        (["--set", "name=x=--rounds"], "name", "x=--rounds"),
+        (["--set-file", "FILE"], "training.batch_size", 5),
+        (["--set-file", "FILE", "--batch-size", "7"], "training.batch_size", 7),
+    ],
+)
+def test_a_field_is_set_by_its_path_its_short_name_or_a_file(
+    job, tmp_path, monkeypatch, arguments, field, value
+):
+    found = []
+    monkeypatch.setattr(
+        "fedbn.federation.simulation.read_sites", lambda _, e, **__: found.append(e)
+    )
+    (tmp_path / "changes.json").write_text('{"training": {"batch_size": 5}}')
+    named = {"FILE": tmp_path / "changes.json"}
+    invoke("run", job, *(named.get(argument, argument) for argument in arguments))
+    assert operator.attrgetter(field)(found[0]) == value
+
+
+def test_help_tells_the_short_names():
+    text = "".join(invoke("run", "--help").output.split())
+    assert all(name in text for name in SHORT_NAMES)
 
 
 def test_a_workspace_with_one_run_is_enough_to_print_its_results(job, data_root, tmp_path):
@@ -84,6 +124,13 @@ def test_a_run_that_ended_early_tells_why(tmp_path, experiment, status, verb):
         (["run", "JOB", "--data", "no/such/folder"], "NYU"),
         (["run", "JOB", "--data", "DATA", "--policy", "fedbm"], "policy"),
         (["run", "JOB", "--data", "DATA", "--fold", "9"], "fold is 9"),
+        (
+            ["run", "JOB", "--set", "round=9"],
+            "round: there is no such field; did you mean 'rounds'?",
+        ),
+        (["run", "JOB", "--rounds", "1", "--set", "rounds=2"], "rounds is set twice; keep one"),
+        (["run", "JOB", "--rounds"], "rounds: it must be a valid integer"),
+        (["run", "JOB", "--set-file", "no/file.json"], "cannot read the changes in no/file.json"),
         (["results", "no/such/folder"], "no results.json"),
         (["results", "EXPERIMENT"], "not a results file"),
     ],

@@ -11,8 +11,6 @@ from fedbn.federation.experiment import (
     EXPERIMENT_FILE,
     Experiment,
     ExperimentError,
-    parse_network,
-    parse_training_share,
     read_experiment,
 )
 
@@ -243,45 +241,6 @@ def test_a_wrong_file_is_told_in_our_words(tmp_path, content, sentence):
         read_experiment(path)
     assert sentence in str(caught.value)
     assert "Value error" not in str(caught.value)
-
-
-# ------------------------------------------------------------------------------- as it is typed
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "args"),
-    [
-        ("ConnectomeMLP", "ConnectomeMLP", {}),
-        ('ConnectomeMLP:{"hidden": [16, 16]}', "ConnectomeMLP", {"hidden": [16, 16]}),
-        ('nets:Small: {"a": {"b": ":"}}', "nets:Small", {"a": {"b": ":"}}),
-        ("nets.small:Small", "nets.small:Small", {}),
-    ],
-)
-def test_a_network_as_it_is_typed(text, name, args):
-    assert parse_network(text) == {"name": name, "args": args}
-    assert Experiment(network=parse_network(text)).network.args == args
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("ConnectomeMLP:{hidden: 3}", "its arguments are not JSON .* write them as in 'Connectome"),
-        ('ConnectomeMLP{"hidden": [3]}', "put a colon between its name and its arguments"),
-    ],
-)
-def test_a_network_that_cannot_be_read_is_told(text, reason):
-    with pytest.raises(ExperimentError, match=reason):
-        parse_network(text)
-
-
-def test_shares_as_they_are_typed():
-    assert parse_training_share("0.25") == 0.25
-    assert parse_training_share("NYU=0.1, UM=1") == {"NYU": 0.1, "UM": 1.0}
-    for text in ("half", "NYU=", "NYU=0.1,UM", "=0.1=2"):
-        with pytest.raises(ExperimentError, match=r"is neither a number, such as 0\.25, nor one"):
-            parse_training_share(text)
-    with pytest.raises(ExperimentError, match="names a site twice"):
-        parse_training_share("UM=0.1,UM=0.2")
 
 
 def test_a_site_that_is_not_named_has_all_its_training_subjects():

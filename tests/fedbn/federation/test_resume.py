@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from fedbn.__main__ import app
 from fedbn.federation.experiment import ExperimentError, read_experiment
+from fedbn.federation.job_folder import write_job
 from fedbn.federation.resume import ResumeError, continue_job
 from fedbn.federation.site_state import SHARED_WEIGHTS, save_checkpoint
+from fedbn.study.methods import flare_experiment
 
 MAIN = Path(__file__).parents[3] / "jobs" / "abide_fedbn"
 
@@ -103,7 +105,8 @@ def test_a_simulators_workspace_is_named_for_all_its_jobs_have_one_id(job, tmp_p
 
 @pytest.mark.parametrize("method", ["scaffold", "clustered"])
 def test_what_holds_more_than_all_sites_receive_goes_to_the_server_alone(method, tmp_path):
-    job = shutil.copytree(MAIN.parent / f"abide_{method}", tmp_path / "job")
+    job = tmp_path / "job"
+    write_job(MAIN, job, flare_experiment(method, read_experiment(MAIN)))
     run = save(tmp_path / "server", job, name="spring")
     for start, out in ((job, tmp_path / "new"), (tmp_path / "new", tmp_path / "newer")):
         continue_job(run, start, out, min_sites=3)

@@ -12,7 +12,7 @@ from fedbn.federation.experiment import read_experiment
 from fedbn.federation.results import weights_digest
 from fedbn.federation.simulation import run_federation
 from fedbn.federation.site_state import LOCAL_ENTRIES, load_checkpoint
-from fedbn.study.methods import METHODS
+from fedbn.study.methods import METHODS, flare_experiment
 
 JOBS = Path(__file__).parents[3] / "jobs"
 SITES = ("NYU", "UM", "USM")
@@ -22,7 +22,7 @@ IN_FLARE = [name for name, method in METHODS.items() if method.in_flare]
 
 def changes_of(name):
     """What the method's own job says, at a size at which it takes a moment."""
-    job = read_experiment(JOBS / f"abide_{name}").model_dump()
+    job = flare_experiment(name, read_experiment(JOBS / "abide_fedbn")).model_dump()
     changes = {field: job[field] for field in OF_THE_METHOD}
     changes["training"] = job["training"] | {"batch_size": 16, "local_epochs": 1}
     if name == "clustered":

@@ -232,6 +232,29 @@ def write_other_store(source, folder, change, rois=None):
     )
 
 
+@pytest.mark.parametrize("cell", ["", " ", "NA", '""', "n/a"])
+def test_a_gap_in_a_table_moves_no_column(finished_run, bundle, tmp_path, cell):
+    path = finished_run.write_series(tmp_path / "a.csv", "sub-NY04", separator=",")
+    header, first, *rest = path.read_text().splitlines()
+    fields = first.split(",")
+    gap = ",".join([*fields[:2], cell, *fields[3:]])
+    path.write_text("\n".join([header, gap, *rest]) + "\n")
+    with pytest.raises(PredictionError, match=r"a.csv, line 2: the column '12' (is empty|holds)"):
+        of_files(bundle, path)
+    # As R writes it, with names of the rows and a header that is one field short.
+    rows = [f'"{number}",{line}' for number, line in enumerate([gap, *rest], start=1)]
+    path.write_text("\n".join([header, *rows]) + "\n")
+    with pytest.raises(PredictionError, match=r"line 2 has 9 of 8 values; .* row.names = FALSE"):
+        of_files(bundle, path)
+
+
+def test_an_array_is_asked_about_in_the_order_of_the_model(finished_run, bundle, tmp_path):
+    path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
+    np.save(tmp_path / "b.npy", np.loadtxt(path))
+    table, array = of_files(bundle, path, tmp_path / "b.npy")
+    assert np.array_equal(array.probability, table.probability)
+
+
 def test_other_refusals(finished_run, bundle, changed, tmp_path):
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
     shutil.copy(path, tmp_path / "a.mat")
@@ -245,8 +268,8 @@ def test_other_refusals(finished_run, bundle, changed, tmp_path):
     for model, inputs, sentence in (
         (bundle, [tmp_path / "b.1D"], "there is no scan"),
         (bundle, [tmp_path / "a.mat"], "a.mat is none of the inputs that are known"),
-        (bundle, [tmp_path / "names.csv"], "must start with a line of ROI ids"),
-        (bundle, [tmp_path / "semicolons.csv"], "one a column, with commas between them"),
+        (bundle, [tmp_path / "names.csv"], r"misses the ROI columns #10 .* foreign .* #Left Tha"),
+        (bundle, [tmp_path / "semicolons.csv"], "semicolons.csv misses the ROI columns #13"),
         (bundle, [tmp_path / "zeros.csv"], r"no signal in 10 .*, 14 \(region 4\) and 3 more; si"),
         (tangent, [path], "tangent connectomes, which need the site's training subjects"),
         (newer, [path], "connectomes with transform 'rank', this version makes 'fisher z'"),

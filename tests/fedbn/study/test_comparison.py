@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from data_prep.__main__ import app as data_prep
 from data_prep.site_store import read_site_store
 from fedbn.__main__ import app
-from fedbn.federation.experiment import ExperimentError, parse_network
+from fedbn.federation.changes import parse_network
+from fedbn.federation.experiment import ExperimentError
 from fedbn.federation.simulation import federate, read_sites, run_federation
 from fedbn.report.comparison_tables import (
     accuracy_table,
@@ -458,7 +459,9 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(experiment, data_root
         (["--training-share", "half"], "training share 'half' is neither a number"),
         (["--training-share", "USM=0.5"], "training_share names 'USM', which is no site of this"),
         (["--training-share", "UM=0.05"], "site 'UM': training_share 0.05 leaves none of its"),
-        (["--aggregation-weights", "none"], "aggregation_weights: it must be 'equal' or 'samples'"),
+        (["--aggregation-weights", "none"], "aggregation_weights: it must be 'equal' or"),
+        (["--set", "policy=none"], "policy: this command decides it for each of its runs; leave"),
+        (["--fold", "1"], "fold: this command decides it"),
         (["--target-loss", "0"], "target loss is 0; it must be a number above 0"),
         (["--data", "no/such/folder"], "NYU"),
         (["--out", "FILE"], "not a folder"),

@@ -7,7 +7,6 @@ What does not fit (another atlas, another set of regions, a scan that is too sho
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,10 @@ from data_prep.connectome import (
     whole_scan_connectome,
     window_starts,
 )
+from data_prep.errors import SourceError
 from data_prep.quality import silent_rois
+from data_prep.roi_files import read_roi_file
 from data_prep.site_store import EDGE_ORDER, SiteStore
-from data_prep.sources import SourceError, read_roi_file
 from fedbn.core.batches import TensorSamples
 from fedbn.tasks.bundling import (
     Case,
@@ -43,7 +43,7 @@ from fedbn.tasks.site_network import SiteNetwork
 N_CONNECTIONS = 20
 """Connections of a subject that are listed."""
 
-SEPARATORS = {".tsv": "\t", ".csv": ",", ".1d": None}
+TABLES = (".1d", ".csv", ".npy", ".tsv")
 
 
 class _Connectome(BaseModel):
@@ -230,38 +230,20 @@ def rois_of(trained_on: TrainedOn) -> tuple[tuple[str, str], ...]:
 def _of_file(trained_on: TrainedOn, path: Path) -> Case:
     if not path.is_file():
         raise PredictionError(f"there is no scan {path}")
-    if path.suffix.lower() not in SEPARATORS:
+    if path.suffix.lower() not in TABLES:
         raise PredictionError(
-            f"{path.name} is none of the inputs that are known: ROI time series as "
-            ".1D, .tsv or .csv, a functional scan as .nii or .nii.gz, or the folder of a site store"
+            f"{path.name} is none of the inputs that are known: ROI time series as .1D, .tsv, "
+            ".csv or .npy, a functional scan as .nii or .nii.gz, or the folder of a site store"
         )
     rois = rois_of(trained_on)
     try:
-        series = read_roi_file(path, rois, content=_as_1d(path))
+        series = read_roi_file(path, rois)
     except SourceError as error:
         raise PredictionError(
             f"the model of site {trained_on.site!r} takes the {len(rois)} regions of "
             f"{trained_on.signature['atlas']!r}: {error}"
         ) from error
     return scan_of_series(trained_on, path.stem, series)
-
-
-def _as_1d(path: Path) -> bytes | None:
-    """Return a table with commas or tabs in the form of a ``.1D`` file; ``None`` if it is one."""
-    separator = SEPARATORS[path.suffix.lower()]
-    if separator is None:
-        return None
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    header, _, rest = text.partition("\n")
-    ids = [part.strip().strip("\"'").lstrip("#") for part in header.strip().split(separator)]
-    if not all(re.fullmatch(r"[\w.+-]+", name) for name in ids):
-        mark = {",": "commas", "\t": "tabs"}[separator]
-        raise PredictionError(
-            f"{path.name} must start with a line of ROI ids (10, 11, …), one a column, with "
-            f"{mark} between them; it starts with {header.strip()[:60]!r}"
-        )
-    lines = [" ".join(f"#{name}" for name in ids), *rest.replace(separator, " ").splitlines()]
-    return ("\n".join(lines) + "\n").encode("ascii", errors="replace")
 
 
 def scan_of_series(

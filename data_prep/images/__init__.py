@@ -1,0 +1,1 @@
+"""From a folder of images to an image store, at each hospital."""
