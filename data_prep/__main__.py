@@ -1,7 +1,7 @@
-"""The command line: ``python -m data_prep abide | nifti | series | images | ...``."""
+"""The command line: ``python -m data_prep abide | nifti | series | images | synthetic | check``."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from data_prep.abide import (
     find_abide,
     repetition_time,
 )
-from data_prep.atlas import UNLISTED_RULES, read_atlas, read_rois
+from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas, read_rois
 from data_prep.compatibility import check_compatible
 from data_prep.errors import StoreError, TooSmallError
 from data_prep.files import file_checksum
@@ -26,6 +26,7 @@ from data_prep.images.store import is_image_store
 from data_prep.images.synthetic import SCANNERS, Cohort
 from data_prep.nifti import (
     DEFAULT_SPACE,
+    CheckedScan,
     check_scan,
     find_fmriprep_scans,
     find_scans,
@@ -38,12 +39,13 @@ from data_prep.options import (
     ParticipantOptions,
     StoreOptions,
     check_mismatch,
+    option,
     refuse_taken_apart,
     take_options,
 )
 from data_prep.paper.command import COMMANDS
 from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
-from data_prep.preparation import FoldPlan, make_site_store
+from data_prep.preparation import FoldPlan, Preparation, SiteSource
 from data_prep.quality import Exclusion
 from data_prep.report import SiteReport, show_stores
 from data_prep.roi_files import read_subjects, refuse_foreign_series, rois_of
@@ -76,20 +78,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command(context_settings={"allow_extra_args": True})(images)
+EXPLAINED = {"allow_extra_args": True}  # what the shell made of a pattern, to explain it
+
+app.command(context_settings=EXPLAINED)(images)
 for paper_command in COMMANDS:
     app.command()(paper_command)
 
 #: Folds that a site must allow, to be worth training on; as `check` asks for.
 USUAL_FOLDS = 5
 
+SitesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Sites, separated by commas; of connectomes any name is a hospital of its own.",
+        show_default="all four",
+    ),
+]
 
-def parse_sites(
-    text: str, known: Sequence[str], aliases: dict[str, str] | None = None
-) -> list[str]:
+
+def parse_sites(text: str, known: Sequence[str]) -> list[str]:
     """Split a list of sites; refuse an unknown one, naming the choices."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    names = [(aliases or {}).get(name, name) for name in names]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise typer.BadParameter(
@@ -109,38 +118,36 @@ def abide(
     options: StoreOptions,
     source: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Local nilearn folder of ABIDE, once a folder; nothing is downloaded then.",
-            show_default=False,
-        ),
+        option("Local nilearn folder of ABIDE, once a folder; then nothing is downloaded."),
     ] = None,
-    sites: Annotated[
-        str, typer.Option(help="Sites, separated by commas; all: every site with a scan.")
-    ] = ",".join(DEFAULT_SITES),
+    sites: Annotated[str, option("Sites, separated by commas; all: every one with a scan.")] = (
+        ",".join(DEFAULT_SITES)
+    ),
     keep_small: Annotated[
-        bool,
-        typer.Option("--keep-small", help="With all: keep sites that are too small to train on."),
+        bool, option("With all: keep sites that are too small to train on.", "--keep-small")
     ] = False,
     mismatch: Mismatch = "error",
 ) -> None:
     """Make site stores from ABIDE's ROI time series, downloaded or local."""
     every = sites.strip().lower() == "all"
-    aliases = {abide_site: site for site, abide_site in ABIDE_SITES.items()}
-    names = list(ABIDE_SITES) if every else parse_sites(sites, list(ABIDE_SITES), aliases)
+    for name, abide_site in ABIDE_SITES.items():
+        sites = ",".join(name if s.strip() == abide_site else s for s in sites.split(","))
+    names = list(ABIDE_SITES) if every else parse_sites(sites, list(ABIDE_SITES))
     with usage_errors():
         check_mismatch(mismatch)
         options.preparation()
-    folders = [find_abide(folder) for folder in source] if source else [fetch_abide(names)]
-    data = Abide(tuple(folders))
-    names = data.sites() if every else names
-    joins = [data.join(name) for name in names]
+    data = Abide(tuple(map(find_abide, source)) if source else (fetch_abide(names),))
+    joins = [data.join(name) for name in (data.sites() if every else names)]
     for join in joins:
         check_mismatch(mismatch, join)
-    n_folds = None if not every or keep_small else options.folds or USUAL_FOLDS
     report = SiteReport()
     for join in joins:
         try:
-            _make_abide_store(join, options, data.inputs(), report, n_folds)
+            tr = _one_time(join, options)
+            n_folds = None if not every or keep_small else options.folds or USUAL_FOLDS
+            shown = replace(join, left_out=())  # by ABIDE's quality check: hundreds
+            of_site = _abide_source(data, join)
+            options.make(of_site, options.preparation(tr), report, shown, n_folds=n_folds)
         except TooSmallError as error:
             if not every:
                 raise
@@ -148,32 +155,28 @@ def abide(
     report.show(options.root)
 
 
-def _make_abide_store(
-    join: JoinedSite,
-    options: StoreOptions,
-    inputs: dict[str, str],
-    report: SiteReport,
-    n_folds: int | None,
-) -> None:
-    times = sorted({repetition_time(scan.file) for _, scan in join.joined})
+def _repetition_times(join: JoinedSite) -> list[float]:
+    return sorted({repetition_time(scan.file) for _, scan in join.joined})
+
+
+def _one_time(join: JoinedSite, options: StoreOptions) -> float | None:
+    times = _repetition_times(join)
     if options.window_seconds and len(times) > 1:
         raise TooSmallError(
             f"site {join.site!r}: its scans have the repetition times "
             f"{', '.join(f'{tr:g}' for tr in times)} s, so no window is the same time in all"
         )
-    preparation = options.preparation(times[0] if times else None)
-    store, unchanged = make_site_store(
-        options.root / join.site,
+    return times[0] if times else None
+
+
+def _abide_source(data: Abide, join: JoinedSite) -> SiteSource:
+    times = _repetition_times(join)
+    one = len(times) == 1
+    return SiteSource(
         site=join.site,
-        preparation=preparation,
         subjects=read_subjects(join),
         n_subjects=len(join.joined),
-        inputs={
-            **inputs,
-            **{scan.file.name: file_checksum(scan.file) for _, scan in join.joined},
-            "without_scan": list(join.without_scan),
-            "without_row": list(join.without_row),
-        },
+        inputs={**data.inputs(), **join.inputs()},
         description={
             "source": {
                 "name": "ABIDE I, Preprocessed Connectomes Project",
@@ -183,59 +186,43 @@ def _make_abide_store(
             },
             "preprocessing": ABIDE_PREPROCESSING,
             "synthetic": False,
-            **_repetition_times(times),
+            **({"repetition_time_s": times[0]} if one else {"repetition_times_s": times}),
             "join": join.describe(),
         },
-        n_folds=n_folds,
-        force=options.force,
-        bar=progress_bar,
     )
-    dropped = [entry for entry in join.dropped if entry[2] == "dropped"]
-    report.add(store, unchanged, expected=join.expected, dropped=dropped)
-
-
-def _repetition_times(times: Sequence[float]) -> dict[str, Any]:
-    if len(times) > 1:
-        return {"repetition_times_s": list(times)}
-    return {"repetition_time_s": times[0]} if times else {}
 
 
 # ----------------------------------------------------------------------------------------- series
 
 
-@app.command(context_settings={"allow_extra_args": True})  # to explain them below
+@app.command(context_settings=EXPLAINED)
 @one_sentence_errors
 @take_options
 def series(
     context: typer.Context,
     input: Annotated[
         str,
-        typer.Option(
-            help="Pattern of the files, in quotation marks: 'DIR/*.1D'; .1D, csv, tsv or npy, one "
-            "a participant, with the id in its name."
+        option(
+            "Pattern of the files, in quotation marks: 'DIR/*.1D'; .1D, csv, tsv or npy, one a "
+            "participant, with the id in its name."
         ),
     ],
     people: ParticipantOptions,
     options: StoreOptions,
     rois: Annotated[
         Path | None,
-        typer.Option(
-            help="Table of the regions' ids and names; it fixes the ROI list. Default: the header "
-            "of the first file.",
-            show_default=False,
+        option(
+            "Table of the regions' ids and names; it fixes the ROI list. Default: the first file's "
+            "header."
         ),
     ] = None,
     atlas: Annotated[
-        str | None,
-        typer.Option(help="Name of the atlas, the same at every site.", show_default=False),
-    ] = None,
+        str, option("Name of the atlas, the same at every site.")
+    ] = "atlas without a name",
     preprocessing: Annotated[
-        str,
-        typer.Option(help="How the series were made of scans, the same at every site."),
+        str, option("How the series were made of scans, the same at every site.")
     ] = "not stated",
-    tr: Annotated[
-        float | None, typer.Option(help="Repetition time in seconds.", show_default=False)
-    ] = None,
+    tr: Annotated[float | None, option("Repetition time in seconds.")] = None,
 ) -> None:
     """Make the site store of a hospital from ROI time series, of any atlas."""
     with usage_errors():
@@ -249,39 +236,31 @@ def series(
     ids = [*(person.participant_id for person in rows), *(who for who, _ in left_out)]
     files = find_files(input, "--input", "*.1D")
     scans = [scan_of(file) or Scan(who_is_named(file, ids) or file.name, file) for file in files]
-    scans = one_a_participant(scans, "--input")
-    join = join_participants(people.site, rows, left_out, scans)
+    join = join_participants(people.site, rows, left_out, one_a_participant(scans, "--input"))
     check_mismatch(people.mismatch, join)
     table = read_rois(rois) if rois else rois_of(join.joined[0][1].file)
-    inputs: dict[str, object] = {
-        people.participants.name: file_checksum(people.participants),
-        **({rois.name: file_checksum(rois)} if rois else {}),
-        **{scan.key: file_checksum(scan.file) for _, scan in join.joined},
-        "rois": [list(roi) for roi in table],
-        "stated": [atlas, preprocessing, tr],
-        **join.describe(),
-    }
-    store, unchanged = make_site_store(
-        options.root / people.site,
+    source = SiteSource(
         site=people.site,
-        preparation=preparation,
         subjects=read_subjects(join, table),
         n_subjects=len(join.joined),
-        inputs=inputs,
+        inputs={
+            people.participants.name: file_checksum(people.participants),
+            "rois": [list(roi) for roi in table],
+            "stated": [atlas, preprocessing, tr],
+            **join.inputs(),
+        },
         description={
             "source": {"name": "ROI time series", **people.describe()},
             "preprocessing": preprocessing,
             "synthetic": False,
-            **_repetition_times([tr] if tr else []),
+            **({"repetition_time_s": tr} if tr else {}),
             "join": join.describe(),
         },
-        atlas=f"{atlas or 'atlas without a name'} ({len(table)} ROIs)",
+        atlas=f"{atlas} ({len(table)} ROIs)",
         rois=table,
-        force=options.force,
-        bar=progress_bar,
     )
     report = SiteReport()
-    report.add(store, unchanged, expected=join.expected, dropped=join.dropped)
+    options.make(source, preparation, report, join)
     report.show(options.root)
 
 
@@ -294,42 +273,34 @@ class ScanOptions:
 
     images: Annotated[
         str | None,
-        typer.Option(
-            help="Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. "
-            "With --fmriprep: inside that folder.",
-            show_default=False,
+        option(
+            "Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. With "
+            "--fmriprep: inside that folder."
         ),
     ] = None
-    fmriprep: Annotated[
-        Path | None,
-        typer.Option(help="fMRIPrep's folder of derivatives, instead.", show_default=False),
-    ] = None
-    session: Annotated[str | None, typer.Option(help="Take ses-<this> only.")] = None
-    task: Annotated[str | None, typer.Option(help="Take task-<this> only.")] = None
-    run: Annotated[str | None, typer.Option(help="Take run-<this> only.")] = None
+    fmriprep: Annotated[Path | None, option("fMRIPrep's folder of derivatives, instead.")] = None
+    session: Annotated[str | None, option("Take ses-<this> only.")] = None
+    task: Annotated[str | None, option("Take task-<this> only.")] = None
+    run: Annotated[str | None, option("Take run-<this> only.")] = None
     space: Annotated[
-        str, typer.Option(help="With --fmriprep: the template space, which must be the atlas's.")
+        str, option("With --fmriprep: the template space, which must be the atlas's.")
     ] = DEFAULT_SPACE
     confounds: Annotated[
         str | None,
-        typer.Option(
-            help=f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of "
-            f"nilearn's load_confounds. Default: {DEFAULT_CONFOUNDS}.",
-            show_default=False,
+        option(
+            f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of nilearn's "
+            f"load_confounds. Default: {DEFAULT_CONFOUNDS}."
         ),
     ] = None
     tr: Annotated[
-        float | None,
-        typer.Option(help="Repetition time in seconds, instead of header and JSON sidecar."),
+        float | None, option("Repetition time in seconds, instead of header and JSON sidecar.")
     ] = None
-    high_pass: Annotated[float, typer.Option(help="Lower cut-off in Hz; 0 for none.")] = 0.01
-    low_pass: Annotated[float, typer.Option(help="Upper cut-off in Hz; 0 for none.")] = 0.1
-    no_detrend: Annotated[bool, typer.Option("--no-detrend", help="Leave linear trends in.")] = (
-        False
+    high_pass: Annotated[float, option("Lower cut-off in Hz; 0 for none.")] = 0.01
+    low_pass: Annotated[float, option("Upper cut-off in Hz; 0 for none.")] = 0.1
+    no_detrend: Annotated[bool, option("Leave linear trends in.", "--no-detrend")] = False
+    standardize: Annotated[str, option(f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")] = (
+        "zscore"
     )
-    standardize: Annotated[
-        str, typer.Option(help=f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")
-    ] = "zscore"
 
     def extraction(self) -> ExtractionSettings:
         """Return the settings, or raise a ValueError for options that do not go together."""
@@ -354,13 +325,12 @@ class ScanOptions:
         wanted = {"ses": self.session, "task": self.task, "run": self.run}
         if self.fmriprep is None:
             return find_scans(self.images or "", wanted)
-        smoothed = (settings.confounds or {}).get("ica_aroma") == "full"
         return find_fmriprep_scans(
             self.fmriprep,
             wanted,
             space=self.space,
             pattern=self.images,
-            smoothed_by_aroma=smoothed,
+            smoothed_by_aroma=(settings.confounds or {}).get("ica_aroma") == "full",
         )
 
     def describe(self) -> dict[str, Any]:
@@ -373,29 +343,24 @@ class ScanOptions:
         return {**source, "tr_set_by_user": self.tr is not None, "selection": selection}
 
 
-@app.command(context_settings={"allow_extra_args": True})  # to explain them below
+@app.command(context_settings=EXPLAINED)
 @one_sentence_errors
 @take_options
 def nifti(
     context: typer.Context,
-    atlas: Annotated[
-        Path, typer.Option(help="NIfTI label map: at each voxel the id of its region.")
-    ],
-    labels: Annotated[
-        Path, typer.Option(help="Table of the regions' ids and names; it fixes the ROI list.")
-    ],
+    atlas: Annotated[Path, option("NIfTI label map: at each voxel the id of its region.")],
+    labels: Annotated[Path, option("Table of the regions' ids and names; it fixes the ROI list.")],
     people: ParticipantOptions,
     of_scans: ScanOptions,
     options: StoreOptions,
     timeseries_out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the ROI time series here, a .1D file a subject."),
+        Path | None, option("Also write the ROI time series here, a .1D file a subject.")
     ] = None,
     label_offset: Annotated[
-        int, typer.Option(help="Added to each id of the labels table (1 if it counts from 0).")
+        int, option("Added to each id of the labels table (1 if it counts from 0).")
     ] = 0,
     unlisted_labels: Annotated[
-        str, typer.Option(help="Atlas labels that the table does not name: error, or drop.")
+        str, option("Atlas labels that the table does not name: error, or drop.")
     ] = "error",
 ) -> None:
     """Make the site store of a hospital from its NIfTI scans and an atlas."""
@@ -408,67 +373,26 @@ def nifti(
             )
         extraction = of_scans.extraction()
         options.preparation(of_scans.tr, extraction)
-    site, folder = people.site, options.root / people.site
     found = of_scans.find(extraction)
-    join = join_participants(site, *people.read(), found)
+    join = join_participants(people.site, *people.read(), found)
     check_mismatch(people.mismatch, join)
     regions = read_atlas(atlas, labels, label_offset=label_offset, unlisted=unlisted_labels)
-    refuse_foreign_folder(folder, TABLES_AND_ARRAY)  # now, not after hours of reading scans
+    # Now, not after hours of reading scans.
+    refuse_foreign_folder(options.root / people.site, TABLES_AND_ARRAY)
     if timeseries_out is not None:
         refuse_foreign_series(timeseries_out)
     scans = []
-    with progress_bar(f"{site}: checking", len(join.joined)) as step:
+    with progress_bar(f"{people.site}: checking", len(join.joined)) as step:
         for person, scan in join.joined:
-            scans.append(check_scan(site, person, scan, extraction, of_scans.tr))
+            scans.append(check_scan(people.site, person, scan, extraction, of_scans.tr))
             step()
-    seconds = one_repetition_time(site, scans)
+    seconds = one_repetition_time(people.site, scans)
     preparation = options.preparation(seconds, extraction)
-    source = {**of_scans.describe(), **people.describe()}
-    made_of = ", ".join(str(source[key]) for key in ("name", "space") if key in source)
-    description: dict[str, Any] = {
-        "source": source,
-        "preprocessing": f"{extraction.title} ({made_of})",
-        "synthetic": False,
-        "atlas_files": regions.describe(),
-        "repetition_time_s": seconds,
-        "join": join.describe(),
-    }
-
-    def subjects() -> Iterator[Subject | Exclusion]:
-        shortest = preparation.rule.shortest(preparation.settings.window)
-        for checked in scans:  # one scan in memory at a time
-            one = read_nifti_subject(checked, site, regions, extraction, shortest)
-            if isinstance(one, Subject) and len(one.series) < checked.n_volumes:
-                censored = description.setdefault("censored_volumes", {})
-                censored[one.participant_id] = checked.n_volumes - len(one.series)
-            yield one
-
-    inputs: dict[str, object] = {people.participants.name: file_checksum(people.participants)}
-    for checked in scans:
-        inputs |= checked.inputs
-    inputs |= {
-        **dict([regions.image_file, regions.labels_file]),
-        "label_offset": regions.label_offset,
-        "unlisted_labels": list(regions.unlisted),
-        "repetition_time": seconds,
-        **join.describe(),
-    }
-    store, unchanged = make_site_store(
-        folder,
-        site=site,
-        preparation=preparation,
-        subjects=subjects(),
-        n_subjects=len(scans),
-        inputs=inputs,
-        description=description,
-        atlas=regions.title,
-        rois=regions.rois,
-        force=options.force,
-        series_out=timeseries_out,
-        bar=progress_bar,
-    )
+    about = {**of_scans.describe(), **people.describe()}
+    participants = {people.participants.name: file_checksum(people.participants)}
+    source = _nifti_source(join, scans, regions, preparation, seconds, about, participants)
     report = SiteReport()
-    report.add(store, unchanged, expected=join.expected, dropped=join.dropped)
+    store = options.make(source, preparation, report, join, series_out=timeseries_out)
     report.show(options.root)
     if censored := store.description.get("censored_volumes", {}):
         screen.print(
@@ -485,6 +409,50 @@ def nifti(
         )
 
 
+def _nifti_source(
+    join: JoinedSite,
+    scans: Sequence[CheckedScan],
+    regions: Atlas,
+    preparation: Preparation,
+    seconds: float,
+    about: dict[str, Any],
+    inputs: dict[str, Any],
+) -> SiteSource:
+    extraction = preparation.extraction
+    assert extraction is not None
+    made_of = ", ".join(str(about[key]) for key in ("name", "space") if key in about)
+    description: dict[str, Any] = {
+        "source": about,
+        "preprocessing": f"{extraction.title} ({made_of})",
+        "synthetic": False,
+        "atlas_files": regions.describe(),
+        "repetition_time_s": seconds,
+        "join": join.describe(),
+    }
+
+    def subjects() -> Iterator[Subject | Exclusion]:
+        shortest = preparation.rule.shortest(preparation.settings.window)
+        for checked in scans:  # one scan in memory at a time
+            one = read_nifti_subject(checked, join.site, regions, extraction, shortest)
+            if isinstance(one, Subject) and len(one.series) < checked.n_volumes:
+                censored = description.setdefault("censored_volumes", {})
+                censored[one.participant_id] = checked.n_volumes - len(one.series)
+            yield one
+
+    for checked in scans:
+        inputs |= checked.inputs
+    inputs |= {
+        **dict([regions.image_file, regions.labels_file]),
+        "label_offset": regions.label_offset,
+        "unlisted_labels": list(regions.unlisted),
+        "repetition_time": seconds,
+        **join.describe(),
+    }
+    return SiteSource(
+        *(join.site, subjects(), len(scans), inputs, description), regions.title, regions.rois
+    )
+
+
 # ---------------------------------------------------------------------------- synthetic and check
 
 
@@ -492,8 +460,8 @@ def nifti(
 class SyntheticOptions(StoreOptions):
     """The same, with fewer windows."""
 
-    stride: Annotated[int, typer.Option(help="Step between windows, in time points.")] = 16
-    seed: Annotated[int, typer.Option(help="Seed of the cohort, and of folds if any.")] = 0
+    stride: Annotated[int, option("Step between windows, in volumes.")] = 16
+    seed: Annotated[int, option("Seed of the cohort, and of folds if any.")] = 0
 
 
 @app.command()
@@ -502,38 +470,28 @@ class SyntheticOptions(StoreOptions):
 def synthetic(
     context: typer.Context,
     options: SyntheticOptions,
-    sites: Annotated[
-        str | None,
-        typer.Option(
-            help="Sites, separated by commas; of connectomes any name is a hospital of its own.",
-            show_default="all four",
-        ),
-    ] = None,
-    subjects: Annotated[
-        int | None,
-        typer.Option(help="Subjects at each site. Default: 40 to 52.", show_default=False),
-    ] = None,
-    no_shift: Annotated[
-        bool, typer.Option("--no-shift", help="Give all sites the same scanner.")
-    ] = False,
+    sites: SitesOption = None,
+    subjects: Annotated[int | None, option("Subjects at each site. Default: 40 to 52.")] = None,
+    no_shift: Annotated[bool, option("Give all sites the same scanner.", "--no-shift")] = False,
     images: Annotated[
-        bool, typer.Option("--images", help="Make images with masks and classes, no connectomes.")
+        bool, option("Make images with masks and classes, no connectomes.", "--images")
     ] = False,
-    dim: Annotated[int, typer.Option(help="With --images: 2 or 3.")] = 2,
+    dim: Annotated[int, option("With --images: 2 or 3.")] = 2,
 ) -> None:
     """Make site stores of a made-up cohort of four hospitals or others, labelled synthetic."""
     known = list(SCANNERS if images else SITES)
     others = [] if images or not sites else [name.strip() for name in sites.split(",")]
     names = parse_sites(sites or ",".join(known), [*known, *others])
+    seed, shift = options.seed, not no_shift
     with usage_errors():
         n_of = {name: subjects or hospital(name).n_subjects for name in names}
         if subjects is not None and subjects < 1:
             raise ValueError(f"subjects is {subjects}; at least 1 is needed")
-        if options.seed < 0:
-            raise ValueError(f"seed is {options.seed}; it must not be negative")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; it must not be negative")
         if options.window_seconds:
             raise ValueError("made-up scans have no repetition time, so no --window-seconds")
-        cohort = Cohort(dim, options.seed, subjects, not no_shift)
+        cohort = Cohort(dim, seed, subjects, shift)
         preparation = options.preparation()
     if images:
         synthetic_images(context, options.root, names, cohort, force=options.force)
@@ -542,11 +500,8 @@ def synthetic(
     for name in names:
         _refuse_to_replace_real_data(options.root / name)
         n_subjects = n_of[name]
-        seed, shift = options.seed, not no_shift
-        store, unchanged = make_site_store(
-            options.root / name,
+        source = SiteSource(
             site=name,
-            preparation=preparation,
             subjects=generate_site(name, seed=seed, n_subjects=n_subjects, shift=shift),
             n_subjects=n_subjects,
             inputs={
@@ -563,10 +518,8 @@ def synthetic(
                 "synthetic": True,
                 "synthetic_note": NOTE,
             },
-            force=options.force,
-            bar=progress_bar,
         )
-        report.add(store, unchanged, expected=n_subjects)
+        options.make(source, preparation, report)
     report.show(options.root)
 
 
@@ -575,7 +528,7 @@ def _refuse_to_replace_real_data(folder: Path) -> None:
         store = read_site_store(folder)
     except StoreError:
         return
-    if not store.is_synthetic:
+    if not store.synthetic:
         raise StoreError(
             f"{folder} holds real data of site {store.site!r}; synthetic data do not replace it: "
             "name another place with --out"
@@ -587,11 +540,9 @@ def _refuse_to_replace_real_data(folder: Path) -> None:
 def check(
     folders: Annotated[list[Path], typer.Argument(help="Site stores, or folders of site stores.")],
     folds: Annotated[
-        int, typer.Option(help="Folds that every site must allow; 0 to leave this out.")
+        int, option("Folds that every site must allow; 0 to leave this out.")
     ] = USUAL_FOLDS,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out the values and their checksum.")
-    ] = False,
+    quick: Annotated[bool, option("Leave out the values and their checksum.", "--quick")] = False,
 ) -> None:
     """Validate site stores, and whether several fit together."""
     with usage_errors():

@@ -66,22 +66,7 @@ SEX = {"1": "M", "2": "F"}
 
 
 def find_abide(source: Path) -> Path:
-    """Find the folder ``ABIDE_pcp`` that nilearn fills.
-
-    Parameters
-    ----------
-    source : Path
-        That folder, the folder it is in, or the one above.
-
-    Returns
-    -------
-    Path
-
-    Raises
-    ------
-    SourceError
-        If the phenotypic table is in none of these places.
-    """
+    """Find the folder ``ABIDE_pcp`` that nilearn fills: this one, one in it, or one below that."""
     if not source.is_dir():
         raise SourceError(f"--source {source} is not a folder")
     for folder in (source, source / "ABIDE_pcp", *sorted(source.glob("*/ABIDE_pcp"))):
@@ -107,11 +92,6 @@ def fetch_abide(sites: Sequence[str], data_dir: Path | None = None) -> Path:
     -------
     Path
         The folder ``ABIDE_pcp``.
-
-    Raises
-    ------
-    SourceError
-        If the download fails.
     """
     from nilearn.datasets import fetch_abide_pcp, get_data_dirs
 
@@ -197,16 +177,8 @@ class Abide:
     def join(self, site: str) -> JoinedSite:
         """Match a site's rows with its scans, by file name.
 
-        Parameters
-        ----------
-        site : str
-            Name out of `ABIDE_SITES`.
-
-        Returns
-        -------
-        JoinedSite
-            ``left_out`` are the rows without a released scan and those that did not pass ABIDE's
-            quality check.
+        ``left_out`` are the rows without a released scan, and those that did not pass ABIDE's
+        quality check.
         """
         own = [row for row in self.rows if row["SITE_ID"] == ABIDE_SITES[site]]
         # MAX_MUN's files begin with MaxMun_a to MaxMun_d: the table says which are whose.

@@ -100,15 +100,6 @@ def read_atlas(
         Added to each id of the table.
     unlisted : str
         One of `UNLISTED_RULES`: what happens to voxel values that the table does not name.
-
-    Returns
-    -------
-    Atlas
-
-    Raises
-    ------
-    SourceError
-        Naming the file and what to do.
     """
     import nibabel
 
@@ -173,23 +164,7 @@ def _digest(values: np.ndarray, affine: np.ndarray) -> str:
 
 
 def load_nifti(file: Path) -> Any:
-    """Open a NIfTI file; its voxels stay on disk until they are used.
-
-    Parameters
-    ----------
-    file : Path
-        ``.nii`` or ``.nii.gz``.
-
-    Returns
-    -------
-    nibabel.nifti1.Nifti1Image
-        With an affine that the file states, not one that was made up.
-
-    Raises
-    ------
-    SourceError
-        If the file is no NIfTI image, is empty, or has no usable place in space.
-    """
+    """Open a NIfTI file of real numbers with a stated affine; its voxels stay on disk."""
     import nibabel
 
     if file.is_symlink() and not file.exists():
@@ -287,19 +262,10 @@ def read_label_table(file: Path) -> list[tuple[int, str]]:
       ``.txt`` (a repeated id at the end of a line is passed over) and FreeSurfer's colour tables
       (``id name R G B A``). Lines that start with ``#`` are comments.
 
-    Parameters
-    ----------
-    file : Path
-
     Returns
     -------
     list of (int, str)
         In the order of the file; id 0 and ids without voxels included.
-
-    Raises
-    ------
-    SourceError
-        If the form is another one, an id is no whole number or stands twice, or a name is missing.
     """
     try:
         everything = text_lines(file, "labels table")
@@ -324,18 +290,7 @@ def read_label_table(file: Path) -> list[tuple[int, str]]:
 
 
 def read_rois(file: Path) -> list[tuple[str, str]]:
-    """Read the ids and names of regions, without a background.
-
-    Parameters
-    ----------
-    file : Path
-        As for `read_label_table`.
-
-    Returns
-    -------
-    list of (str, str)
-        In the order of the file.
-    """
+    """Read the ids and names of regions as `read_label_table` does, without a background."""
     rows = _without_background(read_label_table(file), file.name, 0)
     return [(str(number), name) for number, name in rows]
 

@@ -3,7 +3,8 @@
 What is written goes to a hidden name beside the target and is renamed when it is on the disk. An
 interrupted or killed run leaves the older content, and the next writer removes what it left.
 Symbolic links are followed and stay links. Modes follow the umask, or are those of what is
-replaced; what holds subjects is private: 0600, and 0700 for a folder.
+replaced; what is private, as all that holds subjects, is 0600 and in a folder of 0700. Whatever
+cannot be written is a `FileError`: one sentence that names the place.
 
 Every data set, state and result goes through this module, so it needs the standard library only
 (and `filelock`, at the first write).
@@ -50,21 +51,9 @@ class BusyError(FileError):
 
 
 def followed(path: StrPath) -> Path:
-    """Return the absolute place that a path leads to, behind every symbolic link.
+    """Return the absolute place that a path, of something there or not, leads to behind all links.
 
-    Parameters
-    ----------
-    path : path
-        Of something that is there or not.
-
-    Returns
-    -------
-    Path
-
-    Raises
-    ------
-    FileError
-        If links lead in a circle, or into a folder that is not there.
+    Raises a FileError if links lead in a circle, or into a folder that is not there.
     """
     for link in (Path(path), *Path(path).parents):
         if not link.is_symlink() or link.exists():
@@ -81,16 +70,7 @@ def followed(path: StrPath) -> Path:
 
 
 def file_checksum(file: StrPath) -> str:
-    """Return the SHA-256 of a file in hexadecimal; it is read in pieces.
-
-    Parameters
-    ----------
-    file : path
-
-    Returns
-    -------
-    str
-    """
+    """Return the SHA-256 of a file in hexadecimal; it is read in pieces."""
     with Path(file).open("rb") as stream:
         digest = hashlib.sha256()
         while piece := stream.read(1 << 20):
@@ -100,23 +80,16 @@ def file_checksum(file: StrPath) -> str:
 
 @contextmanager
 def lock(path: StrPath, doing: str = "writing", wait_s: float = 0.0) -> Iterator[None]:
-    """Keep a file or folder for this process, by a hidden file beside it.
+    """Keep a file or folder, there or not, for this process, by a hidden file beside it.
 
     Parameters
     ----------
     path : path
-        Need not exist; its folder is made.
+        The folders above are made.
     doing : str
-        For the message: ``another run is <doing> <path> now``.
+        For the message of a BusyError: ``another run is <doing> <path> now``.
     wait_s : float
         Seconds to wait for another process.
-
-    Raises
-    ------
-    BusyError
-        If another process (or this one) keeps it.
-    FileError
-        If the lock cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -142,23 +115,14 @@ def lock(path: StrPath, doing: str = "writing", wait_s: float = 0.0) -> Iterator
 
 @contextmanager
 def atomic_file(path: StrPath, *, private: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file that appears under its name when the block has ended without an error.
+    """Open a binary file that appears under its name when the block has ended without an error.
 
     Parameters
     ----------
     path : path
-        Its folder is made. A link is followed; a device or pipe is written directly.
+        The folders above are made. A device or pipe is written directly.
     private : bool
         Mode 0600. Otherwise the mode of the file that is replaced, or what the umask leaves.
-
-    Yields
-    ------
-    binary file
-
-    Raises
-    ------
-    FileError
-        If it cannot be written (full disk, no permission); an older file stays as it was.
     """
     named = Path(path)
     with ExitStack() as stack:
@@ -184,57 +148,30 @@ def atomic_file(path: StrPath, *, private: bool = False) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: StrPath, text: str, *, private: bool = False) -> None:
-    """Write UTF-8 text as `atomic_file` does; line ends stay as they are.
-
-    Parameters
-    ----------
-    path, private
-        As for `atomic_file`.
-    text : str
-    """
+    """Write UTF-8 text as `atomic_file` does; line ends stay as they are."""
     with atomic_file(path, private=private) as file:
         file.write(text.encode())
 
 
 def write_json(path: StrPath, content: Any, *, private: bool = False) -> None:
-    """Write indented JSON as `atomic_file` does.
-
-    Parameters
-    ----------
-    path, private
-        As for `atomic_file`.
-    content
-        Fit for JSON; NaN and infinity are a ValueError, because JSON has none.
-    """
+    """Write indented JSON as `atomic_file` does; NaN is a ValueError, because JSON has none."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(path, text + "\n", private=private)
 
 
 @contextmanager
 def atomic_folder(path: StrPath, *, private: bool = False) -> Iterator[Path]:
-    """Make a folder that takes its name, and the place of an older one, when the block has ended.
+    """Yield a new folder that takes its name, and an older one's place, when the block has ended.
 
     What the older one holds is not looked at: refuse what must not be replaced before.
 
     Parameters
     ----------
     path : path
-        The folders above are made. A link is followed.
+        The folders above are made.
     private : bool
         Modes 0700 and 0600. Otherwise those of the files that are replaced, or what the umask
         leaves.
-
-    Yields
-    ------
-    Path
-        An empty folder beside it, to write into.
-
-    Raises
-    ------
-    BusyError
-        If another process is writing it.
-    FileError
-        If it cannot be written; an older folder stays as it was.
     """
     with _one_sentence(path), lock(path):
         target = followed(path)
@@ -253,18 +190,7 @@ def atomic_folder(path: StrPath, *, private: bool = False) -> Iterator[Path]:
 
 
 def recover_folder(path: StrPath) -> None:
-    """Remove what killed runs left beside a folder, and put a stepped-aside one back.
-
-    Parameters
-    ----------
-    path : path
-        As for `atomic_folder`; need not exist.
-
-    Raises
-    ------
-    BusyError
-        If another process is writing it.
-    """
+    """Remove what killed runs left beside a folder, and put a stepped-aside one back."""
     target = followed(path)
     if _hidden(target, "partial").exists() or _hidden(target, "replaced").exists():
         with _one_sentence(path), lock(path):
@@ -340,6 +266,6 @@ def _one_sentence(path: StrPath) -> Iterator[None]:
         reason = error.strerror or str(error)
         place = str(error.filename or path)
         if place != str(path) and not Path(place).name.startswith(f".{Path(path).name}."):
-            reason = f"{error.filename}: {reason}"
+            reason = f"{place}: {reason}"
         hint = "; free some space, or name another place" if error.errno in NO_SPACE else ""
         raise FileError(f"{path} is not written and stays as it was ({reason}){hint}") from error

@@ -12,10 +12,6 @@ LONGEST_SITE_NAME = 63
 def check_site_name(name: str) -> None:
     """Refuse a name that a site cannot have.
 
-    Parameters
-    ----------
-    name : str
-
     Raises
     ------
     ValueError

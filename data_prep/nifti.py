@@ -43,24 +43,9 @@ DEFAULT_SPACE = "MNI152NLin2009cAsym"
 
 
 def find_scans(pattern: str, wanted: Mapping[str, str | None]) -> list[Scan]:
-    """Find the scans that a pattern describes.
+    """Find one scan a participant, sorted, by a pattern such as ``sub-*/func/*_bold.nii.gz``.
 
-    Parameters
-    ----------
-    pattern : str
-        As for `scans.find_files`, such as ``sub-*/func/*_bold.nii.gz``.
-    wanted : mapping
-        Entity (``ses``, ``run``, ...) -> the value that is wanted, or None for any.
-
-    Returns
-    -------
-    list of Scan
-        At most one a participant, sorted.
-
-    Raises
-    ------
-    SourceError
-        If there is none, a name has no ``sub-`` label, or a participant has two.
+    `wanted` is entity (``ses``, ``run``, ...) -> the value that is wanted, or None for any.
     """
     files = find_files(pattern, "--images", "sub-*/func/*_bold.nii.gz")
     return one_a_participant([_scan(file) for file in files], "--images", wanted)
@@ -84,7 +69,7 @@ def find_fmriprep_scans(
     pattern: str | None = None,
     smoothed_by_aroma: bool = False,
 ) -> list[Scan]:
-    """Find the preprocessed scans in fMRIPrep's folder of derivatives.
+    """Find the preprocessed scans in fMRIPrep's folder of derivatives, at most one a participant.
 
     Parameters
     ----------
@@ -98,15 +83,6 @@ def find_fmriprep_scans(
         Inside the folder, to narrow the search.
     smoothed_by_aroma : bool
         Take ``desc-smoothAROMAnonaggr`` files, as the strategy ``ica_aroma`` needs.
-
-    Returns
-    -------
-    list of Scan
-
-    Raises
-    ------
-    SourceError
-        If there is none, or a participant has two.
     """
     if not folder.is_dir():
         raise SourceError(f"--fmriprep {folder} is not a folder")
@@ -137,14 +113,6 @@ def sidecars(scan: Scan) -> list[Path]:
 
     Beside the file of the same name these are, as in BIDS, the ones in the folders above up to
     the data set's, whose names have no other entities than the scan's.
-
-    Parameters
-    ----------
-    scan : Scan
-
-    Returns
-    -------
-    list of Path
     """
     stem = scan.file.name.removesuffix(".gz").removesuffix(".nii")
     suffix = stem.rpartition("_")[2]
@@ -194,28 +162,7 @@ def check_scan(
     settings: ExtractionSettings,
     tr: float | None,
 ) -> CheckedScan:
-    """Look at all of a scan but its voxels, so that mistakes are said before hours of work.
-
-    Parameters
-    ----------
-    site : str
-        Name of the site, for messages.
-    person, scan
-        As in `participants.JoinedSite.joined`.
-    settings : ExtractionSettings
-        Its confounds, if any, are read.
-    tr : float or None
-        Repetition time set by the user.
-
-    Returns
-    -------
-    CheckedScan
-
-    Raises
-    ------
-    SourceError
-        Naming site and subject.
-    """
+    """Look at all of a scan but its voxels; `tr` is the repetition time set by the user, if any."""
     try:
         image = open_scan(scan.file)
         described_by = sidecars(scan)
@@ -225,7 +172,7 @@ def check_scan(
         if tr is None:
             inputs |= {f"{scan.key}: {f.name}": file_checksum(f) for f in described_by}
         if settings.confounds is not None:
-            for file in confound_files(scan):
+            for file in _confound_files(scan):
                 inputs[f"{scan.key}: {file.name}"] = file_checksum(file)
             with suppress(TooFewTimepointsError):  # for the quality rule
                 read_confounds(scan.file, settings.confounds, n_volumes)
@@ -234,18 +181,10 @@ def check_scan(
     return CheckedScan(person, scan, seconds, n_volumes, inputs)
 
 
-def confound_files(scan: Scan) -> list[Path]:
-    """Return the table of confounds beside a scan, and its JSON file.
+def _confound_files(scan: Scan) -> list[Path]:
+    """Return the table of confounds beside a scan of fMRIPrep, and its JSON file.
 
-    Parameters
-    ----------
-    scan : Scan
-        Of fMRIPrep.
-
-    Returns
-    -------
-    list of Path
-        Those that describe this scan: their names have no other entities.
+    Those describe this scan whose names have no other entities.
     """
     own = dict(scan.entities)
     own["desc"] = "confounds"
@@ -258,24 +197,9 @@ def confound_files(scan: Scan) -> list[Path]:
 
 
 def one_repetition_time(site: str, scans: Sequence[CheckedScan]) -> float:
-    """Return the repetition time that all scans share, or refuse.
+    """Return the repetition time in seconds that all scans share.
 
-    Parameters
-    ----------
-    site : str
-        Name of the site.
-    scans : sequence of CheckedScan
-        At least one.
-
-    Returns
-    -------
-    float
-        Seconds.
-
-    Raises
-    ------
-    SourceError
-        If they differ: a window of as many time points would be another time.
+    If they differ it is refused: a window of as many volumes would be another time.
     """
     usual = Counter(round(scan.tr, 3) for scan in scans).most_common()
     if len(usual) > 1:
@@ -296,30 +220,9 @@ def read_nifti_subject(
     settings: ExtractionSettings,
     shortest: int,
 ) -> Subject | Exclusion:
-    """Turn one scan into a subject's ROI time series.
+    """Turn one scan into a subject's ROI time series, or into an exclusion if it is too short.
 
-    Parameters
-    ----------
-    checked : CheckedScan
-        The scan.
-    site : str
-        Name of the site.
-    atlas : Atlas
-        The regions.
-    settings : ExtractionSettings
-        How.
-    shortest : int
-        Fewest time points of use; a shorter scan is not read.
-
-    Returns
-    -------
-    Subject or Exclusion
-        The latter if the scan is too short.
-
-    Raises
-    ------
-    SourceError
-        Naming site and subject.
+    `shortest` is the fewest volumes of use; a shorter scan is not read.
     """
     scan, person = checked.scan, checked.person
     kept = checked.n_volumes
@@ -357,18 +260,7 @@ def read_nifti_subject(
 
 
 def fmriprep_version(folder: Path) -> list[dict[str, Any]]:
-    """Return what fMRIPrep's folder says made it, name and version.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder of derivatives.
-
-    Returns
-    -------
-    list of dict
-        Empty if it does not say.
-    """
+    """Return name and version of what fMRIPrep's folder says made it; empty if it does not say."""
     file = folder / "dataset_description.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

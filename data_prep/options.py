@@ -11,15 +11,12 @@ import typer
 
 from data_prep.connectome import ConnectomeSettings
 from data_prep.names import check_site_name
-from data_prep.participants import (
-    JoinedSite,
-    Person,
-    parse_diagnosis_words,
-    read_participants,
-)
-from data_prep.preparation import FoldPlan, Preparation
+from data_prep.participants import JoinedSite, Person, parse_diagnosis_words, read_participants
+from data_prep.preparation import FoldPlan, Preparation, SiteSource, make_site_store
 from data_prep.quality import QualityRule
-from data_prep.site_store import default_data_root
+from data_prep.report import SiteReport
+from data_prep.site_store import SiteStore, default_data_root
+from data_prep.terminal import progress_bar
 from data_prep.timeseries import ExtractionSettings
 
 __all__ = [
@@ -27,19 +24,24 @@ __all__ = [
     "ParticipantOptions",
     "StoreOptions",
     "check_mismatch",
+    "option",
     "refuse_taken_apart",
     "take_options",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-Mismatch = Annotated[
-    str,
-    typer.Option(
-        help="Participants without scan, scans without participant: error, or drop and list them."
-    ),
-]
 DEFAULT_WINDOW = 32
+
+
+def option(text: str, *names: str, show: bool = True) -> Any:
+    """Return an option of the command line; `show` says whether the help names its default."""
+    return typer.Option(*names, help=text, show_default=show)
+
+
+Mismatch = Annotated[
+    str, option("Participants without scan, scans without participant: error, or drop and list.")
+]
 
 
 @dataclass(frozen=True)
@@ -48,64 +50,39 @@ class StoreOptions:
 
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that gets one store a site. Default: $FEDBN_DATA, else ~/fedbn_data.",
-            show_default=False,
-        ),
+        option("Folder that gets one store a site. Default: $FEDBN_DATA, else ~/fedbn_data."),
     ] = None
     window: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Length of the sliding window, in time points. Default: {DEFAULT_WINDOW}.",
-            show_default=False,
-        ),
+        int | None, option(f"Length of the sliding window, in volumes. Default: {DEFAULT_WINDOW}.")
     ] = None
     window_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="The same in seconds, where sites have other repetition times.",
-            show_default=False,
-        ),
+        float | None, option("The same in seconds, where sites have other repetition times.")
     ] = None
-    stride: Annotated[int, typer.Option(help="Step between windows, in time points.")] = 1
-    whole_scan: Annotated[
-        bool, typer.Option("--whole-scan", help="One connectome a subject, no windows.")
-    ] = False
+    stride: Annotated[int, option("Step between windows, in volumes.")] = 1
+    whole_scan: Annotated[bool, option("One connectome a subject.", "--whole-scan")] = False
     estimator: Annotated[
-        str, typer.Option(help="Covariance estimator: ledoit-wolf or pearson (no shrinkage).")
+        str, option("Covariance estimator: ledoit-wolf or pearson (no shrinkage).")
     ] = "ledoit-wolf"
     kind: Annotated[
-        str,
-        typer.Option(
-            help="correlation; for whole scans also 'partial correlation', covariance, tangent."
-        ),
+        str, option("correlation; for whole scans also 'partial correlation', covariance, tangent.")
     ] = "correlation"
     negative: Annotated[
-        str, typer.Option(help="Negative values: keep, or zero as the paper's authors did.")
+        str, option("Negative values: keep, or zero as the paper's authors did.")
     ] = "keep"
     silent_rois: Annotated[
         str,
-        typer.Option(
-            help="A subject with an ROI without signal: exclude, or keep-zero (its edges are 0)."
-        ),
+        option("A subject with an ROI without signal: exclude, or keep-zero (its edges are 0)."),
     ] = "exclude"
     min_timepoints: Annotated[
-        int | None,
-        typer.Option(help="Leave out shorter scans. Default: the window.", show_default=False),
+        int | None, option("Leave out shorter scans. Default: the window.")
     ] = None
     same_length: Annotated[
-        bool, typer.Option("--same-length", help="Leave out scans of another length than most.")
+        bool, option("Leave out scans of another length than most.", "--same-length")
     ] = False
-    folds: Annotated[
-        int | None, typer.Option(help="Fix this many folds by subject in the store.")
-    ] = None
-    fold: Annotated[
-        int | None, typer.Option(help="With tangent: the fold kept out of the reference.")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Seed of the folds.")] = 0
-    force: Annotated[bool, typer.Option("--force", help="Write even if nothing has changed.")] = (
-        False
-    )
+    folds: Annotated[int | None, option("Fix this many folds by subject in the store.")] = None
+    fold: Annotated[int | None, option("With tangent: the fold kept out of the reference.")] = None
+    seed: Annotated[int, option("Seed of the folds.")] = 0
+    force: Annotated[bool, option("Write even if nothing has changed.", "--force")] = False
 
     @property
     def root(self) -> Path:
@@ -117,33 +94,43 @@ class StoreOptions:
     ) -> Preparation:
         """Return the settings that the options ask for, or raise a ValueError.
 
-        Parameters
-        ----------
-        tr : float, optional
-            The site's repetition time in seconds, for a window in seconds.
-        extraction : ExtractionSettings, optional
-            How time series are made of scans.
+        `tr` is the site's repetition time in seconds, for a window in seconds; `extraction` is how
+        time series are made of scans.
         """
         if self.fold is not None and self.folds is None:
             raise ValueError("--fold needs --folds")
-        window, stride = self.window or DEFAULT_WINDOW, self.stride
+        window: int | None = DEFAULT_WINDOW if self.window is None else self.window
         if self.window_seconds is not None:
             if self.window is not None or self.whole_scan:
                 raise ValueError("--window-seconds goes with neither --window nor --whole-scan")
-            window = round(self.window_seconds / tr) if tr else DEFAULT_WINDOW
+            window = round(self.window_seconds / tr) if tr else window
+        stride: int | None = self.stride
+        if self.whole_scan:
+            window = stride = None
         return Preparation(
-            settings=ConnectomeSettings(
-                self.kind,
-                self.estimator,
-                None if self.whole_scan else window,
-                None if self.whole_scan else stride,
-                self.negative,
-                self.window_seconds,
+            ConnectomeSettings(
+                *(self.kind, self.estimator, window, stride, self.negative, self.window_seconds)
             ),
-            rule=QualityRule(self.silent_rois, self.min_timepoints, self.same_length),
+            QualityRule(self.silent_rois, self.min_timepoints, self.same_length),
             folds=None if self.folds is None else FoldPlan(self.folds, self.seed, self.fold),
             extraction=extraction,
         )
+
+    def make(
+        self,
+        source: SiteSource,
+        preparation: Preparation,
+        report: SiteReport,
+        join: JoinedSite | None = None,
+        **more: Any,
+    ) -> SiteStore:
+        """Make a site's store and add it to the report; more goes to `make_site_store`."""
+        place = self.root / source.site
+        store, unchanged = make_site_store(
+            place, source, preparation, force=self.force, bar=progress_bar, **more
+        )
+        report.add(store, unchanged, join)
+        return store
 
 
 @dataclass(frozen=True)
@@ -151,21 +138,19 @@ class ParticipantOptions:
     """A hospital's name, and its table of participants."""
 
     participants: Annotated[
-        Path, typer.Option(help="BIDS participants.tsv: participant_id, diagnosis, age, sex.")
+        Path, option("BIDS participants.tsv: participant_id, diagnosis, age, sex.")
     ]
-    site: Annotated[str, typer.Option(help="Name of this hospital; its store gets this name.")]
+    site: Annotated[str, option("Name of this hospital; its store gets this name.")]
     id_column: Annotated[
-        str, typer.Option(help="Column of the participants table that names the participant.")
+        str, option("Column of the participants table that names the participant.")
     ] = "participant_id"
-    diagnosis_column: Annotated[str, typer.Option(help="Column of the participants table.")] = (
-        "diagnosis"
-    )
+    diagnosis_column: Annotated[str, option("Column of the participants table.")] = "diagnosis"
     diagnosis_word: Annotated[
         list[str] | None,
-        typer.Option(
-            help="What a word there means, such as ASD=autism, TD=control, ADHD=leave-out; "
-            "give it once a word.",
-            show_default=False,
+        option(
+            "What a word there means, such as ASD=autism, TD=control, ADHD=leave-out; give it once "
+            "a word.",
+            show=False,
         ),
     ] = None
     mismatch: Mismatch = "error"
@@ -178,10 +163,9 @@ class ParticipantOptions:
 
     def read(self) -> tuple[list[Person], list[tuple[str, str]]]:
         """Read the table, as `participants.read_participants` does."""
-        words = parse_diagnosis_words(self.diagnosis_word or [])
         return read_participants(
             self.participants,
-            words,
+            parse_diagnosis_words(self.diagnosis_word or []),
             diagnosis_column=self.diagnosis_column,
             id_column=self.id_column,
         )
@@ -203,11 +187,11 @@ def check_mismatch(mismatch: str, join: JoinedSite | None = None) -> None:
         join.refuse_mismatch()
 
 
-def refuse_taken_apart(context: typer.Context, option: str) -> None:
+def refuse_taken_apart(context: typer.Context, name: str) -> None:
     """Refuse files that a shell has made of a pattern."""
     if context.args:
         raise ValueError(
-            f"{context.args[0]!r} is no option; put the pattern of {option} in quotation marks, so "
+            f"{context.args[0]!r} is no option; put the pattern of {name} in quotation marks, so "
             "that the shell leaves it as it is"
         )
 
@@ -220,7 +204,6 @@ def take_options(command: Command) -> Command:
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    empty = inspect.Parameter.empty
     parameters = []
 
     def add(name: str, hint: Any, default: Any) -> None:
@@ -233,7 +216,8 @@ def take_options(command: Command) -> Command:
     for group in groups.values():
         of_fields = get_type_hints(group, include_extras=True)
         for f in fields(group):
-            add(f.name, of_fields[f.name], empty if f.default is MISSING else f.default)
+            default = inspect.Parameter.empty if f.default is MISSING else f.default
+            add(f.name, of_fields[f.name], default)
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import SourceError, some_of
+from data_prep.files import file_checksum
 from data_prep.scans import Scan
 from data_prep.site_store import DIAGNOSES
 from data_prep.tables import read_table
@@ -83,21 +84,8 @@ class Subject(Person):
 def parse_diagnosis_words(entries: Sequence[str]) -> dict[str, str]:
     """Read what the words of the diagnosis column stand for.
 
-    Parameters
-    ----------
-    entries : sequence of str
-        ``WORD=autism``, ``WORD=control`` or ``WORD=leave-out``.
-
-    Returns
-    -------
-    dict
-        Word in lower case -> ``"autism"``, ``"control"`` or ``"leave-out"``. The two diagnoses
-        themselves are always in it.
-
-    Raises
-    ------
-    ValueError
-        If an entry has another form.
+    Entries are ``WORD=autism``, ``WORD=control`` or ``WORD=leave-out``. Returned is word in lower
+    case -> meaning; the two diagnoses themselves are always in it. Another entry is a ValueError.
     """
     words = {name: name for name in DIAGNOSES}
     for entry in entries:
@@ -125,8 +113,6 @@ def read_participants(
         Columns of ids and diagnoses, and if there are ``age`` and ``sex`` (or ``gender``).
     words : mapping
         As from `parse_diagnosis_words`.
-    diagnosis_column, id_column : str
-        Names of the columns.
 
     Returns
     -------
@@ -134,11 +120,6 @@ def read_participants(
         Those with a diagnosis of the two.
     left_out : list of (str, str)
         Participants that `words` leaves out, and why.
-
-    Raises
-    ------
-    SourceError
-        If a column is missing, a participant stands twice, or a word is not known.
     """
     table = read_table(file, "participants table")
     place = {}
@@ -248,6 +229,10 @@ class JoinedSite:
             "without_row": list(self.without_row),
         }
 
+    def inputs(self) -> dict[str, object]:
+        """Return what decides who is read: every scan's checksum, and who is without one."""
+        return {scan.key: file_checksum(scan.file) for _, scan in self.joined} | self.describe()
+
     def refuse_mismatch(self) -> None:
         """Raise a SourceError if a participant has no scan, or a scan no participant."""
         told = [
@@ -271,28 +256,11 @@ def join_participants(
     left_out: Sequence[tuple[str, str]],
     scans: Sequence[Scan],
 ) -> JoinedSite:
-    """Match participants with scans.
+    """Match participants, as from `read_participants`, with at most one scan each.
 
     An id of digits only, from which a spreadsheet took the zeros in front (``50952`` for
-    ``sub-0050952``), is matched by its number if that leaves no choice.
-
-    Parameters
-    ----------
-    site : str
-        Name of the site.
-    people, left_out : sequences
-        As from `read_participants`.
-    scans : sequence of Scan
-        One a participant.
-
-    Returns
-    -------
-    JoinedSite
-
-    Raises
-    ------
-    SourceError
-        If nothing matches at all.
+    ``sub-0050952``), is matched by its number if that leaves no choice. If nothing
+    matches at all, that is refused.
     """
     remaining = {scan.participant_id: scan for scan in scans}
     ids = [person.participant_id for person in people] + [who for who, _ in left_out]
@@ -345,23 +313,10 @@ def _matches(table_ids: Sequence[str], scan_ids: Sequence[str]) -> dict[str, str
 
 
 def who_is_named(file: Path, ids: Iterable[str]) -> str | None:
-    """Find the participant whose id is a part of a file's name, as in ``KKI_0050772_rois.1D``.
+    """Return the participant whose id is a part of a file's name, as in ``KKI_0050772_rois.1D``.
 
-    Parameters
-    ----------
-    file : Path
-    ids : iterable of str
-        Participants, as ``sub-50772``; numbers match whatever zeros are in front of them.
-
-    Returns
-    -------
-    str or None
-        The id, None if the name holds none of them.
-
-    Raises
-    ------
-    SourceError
-        If the name holds two.
+    Numbers match whatever zeros are in front of them. None if the name holds none of the ids; a
+    name that holds two is refused.
     """
     parts = re.findall(r"[A-Za-z0-9]+", file.name)
     numbers = {int(part) for part in parts if part.isdecimal()}

@@ -44,7 +44,7 @@ from data_prep.site_store import (
 from data_prep.store_folder import refuse_foreign_folder
 from data_prep.timeseries import ExtractionSettings
 
-__all__ = ["Bar", "FoldPlan", "Preparation", "make_site_store", "no_bar"]
+__all__ = ["Bar", "FoldPlan", "Preparation", "SiteSource", "make_site_store", "no_bar"]
 
 #: Given a title and a number of steps, a context that yields what is called after each step.
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
@@ -128,20 +128,7 @@ class Preparation:
         }
 
     def fingerprint(self, site: str, inputs: Mapping[str, object]) -> str:
-        """Return what changes whenever the settings or the inputs do.
-
-        Parameters
-        ----------
-        site : str
-            Name of the site.
-        inputs : mapping
-            Fit for JSON: the checksum of every input file, or a generator's arguments.
-
-        Returns
-        -------
-        str
-            SHA-256 in hexadecimal.
-        """
+        """Return a SHA-256 that changes whenever the settings or the inputs (fit for JSON) do."""
         content = {
             "version": [version("fedbn"), FORMAT_VERSION],
             "site": site,
@@ -151,17 +138,43 @@ class Preparation:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class SiteSource:
+    """What a site's store is made of.
+
+    Attributes
+    ----------
+    site : str
+        Name of the site.
+    subjects : iterable of Subject or Exclusion
+        All that were found; read one by one, and not at all if nothing has changed.
+    n_subjects : int
+        How many these are.
+    inputs : mapping
+        Fit for JSON: the checksum of every input file, or a generator's arguments; stored.
+    description : mapping
+        Of the source: at least ``source`` and ``synthetic``. Looked at when the subjects have been
+        read, so that reading them may add to it.
+    atlas : str
+        What sites must agree on, beside the ROIs.
+    rois : sequence of (str, str)
+        Id and name of each column of the series.
+    """
+
+    site: str
+    subjects: Iterable[Subject | Exclusion]
+    n_subjects: int
+    inputs: Mapping[str, object]
+    description: MutableMapping[str, Any]
+    atlas: str = ATLAS
+    rois: Sequence[tuple[str, str]] = ROIS
+
+
 def make_site_store(
     folder: Path,
-    *,
-    site: str,
+    source: SiteSource,
     preparation: Preparation,
-    subjects: Iterable[Subject | Exclusion],
-    n_subjects: int,
-    inputs: Mapping[str, object],
-    description: MutableMapping[str, Any],
-    atlas: str = ATLAS,
-    rois: Sequence[tuple[str, str]] = ROIS,
+    *,
     n_folds: int | None = None,
     force: bool = False,
     series_out: Path | None = None,
@@ -173,25 +186,10 @@ def make_site_store(
     ----------
     folder : Path
         Where the store goes.
-    site : str
-        Name of the site.
+    source : SiteSource
     preparation : Preparation
-        Settings.
-    subjects : iterable of Subject or Exclusion
-        All that were found; read one by one, and not at all if nothing has changed.
-    n_subjects : int
-        How many these are.
-    inputs : mapping
-        Fit for JSON: the checksum of every input file, or a generator's arguments; stored.
-    description : mapping
-        About the source: at least ``source`` and ``synthetic``. Looked at when the subjects have
-        been read, so that reading them may add to it.
-    atlas : str
-        What sites must agree on, beside the ROIs.
-    rois : sequence of (str, str)
-        Id and name of each column of the series.
     n_folds : int, optional
-        Folds that a site must allow, to be worth a store.
+        Folds that a site must allow, to be worth a store; a smaller one is a TooSmallError.
     force : bool
         Make it in any case.
     series_out : Path, optional
@@ -204,49 +202,34 @@ def make_site_store(
     store : SiteStore
     unchanged : bool
         Whether it was there already.
-
-    Raises
-    ------
-    TooSmallError
-        If no subject is left, or fewer than `n_folds` of a diagnosis.
-    StoreError
-        If the place holds something else, or the folds asked for are not possible.
     """
+    site, rois = source.site, source.rois
     refuse_foreign_folder(folder, TABLES_AND_ARRAY)
     if series_out is not None:
         refuse_foreign_series(series_out)
-    fingerprint = preparation.fingerprint(site, inputs)
+    fingerprint = preparation.fingerprint(site, source.inputs)
     store = _unchanged_store(folder, fingerprint)
     complete = series_out is None or holds_series(series_out, fingerprint)
     if store is not None and complete and not force:
         return store, True
-    found: list[Subject] = []
-    unread: list[Exclusion] = []
+    found: list[Subject | Exclusion] = []
     writing = atomic_folder(series_out, private=True) if series_out else nullcontext()
     with writing as series_folder:
-        with bar(f"{site}: time series", n_subjects) as step:
-            for one in subjects:
-                if isinstance(one, Exclusion):
-                    unread.append(one)
-                else:
-                    found.append(one)
-                    if series_folder is not None:
-                        write_roi_file(series_folder, one.participant_id, one.series, rois)
+        with bar(f"{site}: time series", source.n_subjects) as step:
+            for one in source.subjects:
+                found.append(one)
+                if series_folder is not None and isinstance(one, Subject):
+                    write_roi_file(series_folder, one.participant_id, one.series, rois)
                 step()
-        full = {
-            "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
-            "atlas": atlas,
-            **description,
-            **preparation.describe(),
-        }
-        made_of = {"inputs": dict(inputs), "fingerprint": fingerprint}
-        _write(folder, site, found, unread, preparation, full, made_of, rois, n_folds, bar)
+        _write(folder, source, found, preparation, n_folds, bar)
         store = read_site_store(folder)
         if series_folder is not None:
-            names = (*description, "extraction", "absent_rois", "inputs", "versions", "fingerprint")
-            stated = {key: store.description[key] for key in names if key in store.description}
-            about = {"Name": f"{site}: ROI time series", "atlas": atlas, **stated}
-            describe_series(series_folder, rois, about)
+            names = ("extraction", "absent_rois", "inputs", "versions", "fingerprint")
+            stated = {key: store.description.get(key) for key in (*source.description, *names)}
+            about = {"Name": f"{site}: ROI time series", "atlas": source.atlas}
+            describe_series(
+                series_folder, rois, about | {k: v for k, v in stated.items() if v is not None}
+            )
     return store, False
 
 
@@ -262,37 +245,22 @@ def _unchanged_store(folder: Path, fingerprint: str) -> SiteStore | None:
 
 def _write(
     folder: Path,
-    site: str,
-    subjects: Sequence[Subject],
-    unread: Sequence[Exclusion],
+    source: SiteSource,
+    found: Sequence[Subject | Exclusion],
     preparation: Preparation,
-    description: Mapping[str, Any],
-    made_of: Mapping[str, Any],
-    rois: Sequence[tuple[str, str]],
     n_folds: int | None,
     bar: Bar,
 ) -> None:
     """Apply the quality rule, compute the connectomes and write the store."""
-    settings = preparation.settings
+    settings, site, rois = preparation.settings, source.site, source.rois
+    subjects = [one for one in found if isinstance(one, Subject)]
     kept, excluded = apply_rule(subjects, preparation.rule, window=settings.window, rois=rois)
-    excluded = sorted([*unread, *excluded], key=lambda e: e.participant_id)
-    counts = {"found": len(subjects) + len(unread), "excluded": len(excluded), "kept": len(kept)}
-    if not kept:
-        reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
-        raise TooSmallError(
-            f"site {site!r}: no subject is left of {counts['found']} ({reasons}); "
-            f"{_silent_in_all(subjects, rois, preparation)}use a shorter window or another quality "
-            "rule"
-        )
-    diagnoses = [s.diagnosis for s in kept]
-    if n_folds and min(map(diagnoses.count, DIAGNOSES)) < n_folds:
-        of = " and ".join(f"{diagnoses.count(name)} {name}" for name in sorted(DIAGNOSES))
-        raise TooSmallError(
-            f"site {site!r}: {of} left of {counts['found']}, too few to train on in {n_folds} folds"
-        )
-    folds = _folds(site, kept, preparation.folds)
-    packages = ["numpy", "nilearn", "scikit-learn"]
-    packages += ["nibabel", "scipy", "pandas"] if preparation.extraction else []
+    excluded += [one for one in found if isinstance(one, Exclusion)]
+    _refuse_too_small(site, kept, excluded, n_folds, _silent_in_all(subjects, rois, preparation))
+    folds = None
+    if plan := preparation.folds:
+        ids, diagnoses = [s.participant_id for s in kept], [s.diagnosis for s in kept]
+        folds = assign_folds(ids, diagnoses, plan.n_folds, plan.seed, site=site)
     starts = [window_starts(len(s.series), settings.window, settings.stride) for s in kept]
     participants = [
         Participant(
@@ -302,6 +270,27 @@ def _write(
         for i, (s, w) in enumerate(zip(kept, starts, strict=True))
     ]
     lengths = Counter(len(s.series) for s in kept)
+    packages = ["numpy", "nilearn", "scikit-learn"]
+    packages += ["nibabel", "scipy", "pandas"] if preparation.extraction else []
+    absent = {
+        s.participant_id: [rois[i][0] for i in s.absent_rois] for s in subjects if s.absent_rois
+    }
+    description = {
+        "GeneratedBy": [{"Name": "data_prep", "Version": version("fedbn")}],
+        "atlas": source.atlas,
+        **source.description,
+        **preparation.describe(),
+        "counts": {"found": len(found), "excluded": len(excluded), "kept": len(kept)},
+        "excluded": [asdict(e) for e in sorted(excluded, key=lambda e: e.participant_id)],
+        "subjects_by_n_timepoints": {str(n): lengths[n] for n in sorted(lengths)},
+        **({"absent_rois": absent} if absent else {}),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+        "inputs": dict(source.inputs),
+        "fingerprint": preparation.fingerprint(site, source.inputs),
+    }
     with bar(f"{site}: connectomes", len(kept)) as step:
         write_site_store(
             folder,
@@ -310,18 +299,28 @@ def _write(
             rois=rois,
             window_starts=starts,
             connectomes=_filler(kept, folds, preparation, step),
-            description={
-                **description,
-                "counts": counts,
-                "excluded": [asdict(e) for e in excluded],
-                "subjects_by_n_timepoints": {str(n): lengths[n] for n in sorted(lengths)},
-                **_absent_rois(subjects, rois),
-                "versions": {
-                    "python": platform.python_version(),
-                    **{name: version(name) for name in packages},
-                },
-                **made_of,
-            },
+            description=description,
+        )
+
+
+def _refuse_too_small(
+    site: str,
+    kept: Sequence[Subject],
+    excluded: Sequence[Exclusion],
+    n_folds: int | None,
+    silent: str,
+) -> None:
+    found, diagnoses = len(kept) + len(excluded), [s.diagnosis for s in kept]
+    if not kept:
+        reasons = ", ".join(sorted({e.reason for e in excluded})) or "none was found"
+        raise TooSmallError(
+            f"site {site!r}: no subject is left of {found} ({reasons}); {silent}use a shorter "
+            "window or another quality rule"
+        )
+    if n_folds and min(map(diagnoses.count, DIAGNOSES)) < n_folds:
+        of = " and ".join(f"{diagnoses.count(name)} {name}" for name in sorted(DIAGNOSES))
+        raise TooSmallError(
+            f"site {site!r}: {of} left of {found}, too few to train on in {n_folds} folds"
         )
 
 
@@ -341,28 +340,6 @@ def _silent_in_all(
         else ""
     )
     return f"nobody has a signal in ROI {', '.join(named)}{more}: {how}"
-
-
-def _absent_rois(
-    subjects: Sequence[Subject], rois: Sequence[tuple[str, str]]
-) -> dict[str, dict[str, list[str]]]:
-    """Return the ids of the ROIs that each subject's scan lacks, if any subject lacks one."""
-    absent = {
-        s.participant_id: [rois[i][0] for i in s.absent_rois] for s in subjects if s.absent_rois
-    }
-    return {"absent_rois": absent} if absent else {}
-
-
-def _folds(site: str, kept: Sequence[Subject], plan: FoldPlan | None) -> np.ndarray | None:
-    if plan is None:
-        return None
-    return assign_folds(
-        [s.participant_id for s in kept],
-        [s.diagnosis for s in kept],
-        plan.n_folds,
-        plan.seed,
-        site=site,
-    )
 
 
 def _filler(

@@ -76,16 +76,7 @@ class QualityRule:
 
 
 def silent_rois(series: np.ndarray) -> np.ndarray:
-    """Return the columns without signal, all zeros or any other constant.
-
-    Parameters
-    ----------
-    series : np.ndarray, shape (n_timepoints, n_rois)
-
-    Returns
-    -------
-    np.ndarray, int64, shape (n_silent,)
-    """
+    """Return the columns of a series (n_timepoints, n_rois) that are constant: without signal."""
     return np.flatnonzero(series.max(axis=0) == series.min(axis=0))
 
 
@@ -96,24 +87,16 @@ def apply_rule(
     window: int | None,
     rois: Sequence[tuple[str, str]],
 ) -> tuple[list[Subject], list[Exclusion]]:
-    """Divide subjects into those kept and those left out.
+    """Divide the subjects of a site into those kept and those left out, each with its reason.
 
     Parameters
     ----------
     subjects : sequence of Subject
-        Of one site.
     rule : QualityRule
-        What to leave out.
     window : int or None
         Length of the sliding window; None for whole scans.
     rois : sequence of (str, str)
         Id and name of each column, for the messages.
-
-    Returns
-    -------
-    kept : list of Subject
-    excluded : list of Exclusion
-        Every other subject, with its reason.
     """
     shortest = rule.shortest(window)
     usual = Counter(len(s.series) for s in subjects).most_common(1)[0][0] if subjects else 0

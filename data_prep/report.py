@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from data_prep.participants import JoinedSite
 from data_prep.quality import Exclusion
 from data_prep.site_store import SiteStore
 from data_prep.synthetic import NOTE
@@ -29,32 +30,16 @@ class SiteReport:
         self._unchanged: list[str] = []
         self._too_small: list[str] = []
 
-    def add(
-        self,
-        store: SiteStore,
-        unchanged: bool,
-        *,
-        expected: int,
-        dropped: Sequence[tuple[str, str, str]] = (),
-    ) -> None:
-        """Add one site.
-
-        Parameters
-        ----------
-        store, unchanged
-            As from `preparation.make_site_store`.
-        expected : int
-            Number of participants of whom there should be a scan.
-        dropped : sequence of (str, str, str)
-            As `participants.JoinedSite.dropped`.
-        """
+    def add(self, store: SiteStore, unchanged: bool, join: JoinedSite | None = None) -> None:
+        """Add one site: its store, whether it was there already, and who was matched."""
         counts = store.description["counts"]
+        expected = join.expected if join else counts["found"]
         row = (expected, *(counts[name] for name in ("found", "excluded", "kept")))
         self._rows.append(
             (store.site, *map(str, row), _diagnoses(store), f"{len(store.connectomes):,}")
         )
         excluded = [Exclusion(**entry) for entry in store.description["excluded"]]
-        excluded += [Exclusion(*entry) for entry in dropped]
+        excluded += [Exclusion(*entry) for entry in (join.dropped if join else ())]
         self._left_out += [(store.site, e) for e in excluded]
         self._stores.append(store)
         if unchanged:
@@ -72,7 +57,7 @@ class SiteReport:
                 row = (site, e.participant_id, e.reason, e.detail)
                 table.add_row(*map(escape, row))  # may hold brackets
             screen.print(table)
-        synthetic = any(store.is_synthetic for store in self._stores)
+        synthetic = any(store.synthetic for store in self._stores)
         table = Table(title="Site stores" + (" (SYNTHETIC)" if synthetic else ""))
         for name in ("site", "expected", "found", "left out", "kept"):
             table.add_column(name, justify="left" if name == "site" else "right")
@@ -116,7 +101,7 @@ def show_stores(stores: Sequence[SiteStore]) -> None:
     for store in stores:
         shortest, longest = _lengths(store)
         table.add_row(
-            escape(store.site) + (" (SYNTHETIC)" if store.is_synthetic else ""),
+            escape(store.site) + (" (SYNTHETIC)" if store.synthetic else ""),
             str(len(store.labels)),
             _diagnoses(store),
             f"{len(store.connectomes):,} x {store.n_edges}",

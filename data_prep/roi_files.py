@@ -39,22 +39,7 @@ DESCRIPTION = "dataset_description.json"
 
 
 def rois_of(file: Path) -> list[tuple[str, str]]:
-    """Return the ROIs that a file's header names, each with its id as its name.
-
-    Parameters
-    ----------
-    file : Path
-        ``.1D``, csv or tsv.
-
-    Returns
-    -------
-    list of (str, str)
-
-    Raises
-    ------
-    SourceError
-        If there is no header, or it names an ROI twice or not at all.
-    """
+    """Return the ROIs that the header of a ``.1D``, csv or tsv names, with ids as names."""
     if file.suffix.lower() == ".npy":
         raise SourceError(f"{file.name} names no ROIs; give their table with --rois")
     ids = _header(file.name, text_lines(file, ""))[0]
@@ -82,13 +67,7 @@ def read_roi_file(
     Returns
     -------
     np.ndarray, float64, shape (n_timepoints, n_rois)
-        Columns in the order of `rois`.
-
-    Raises
-    ------
-    SourceError
-        If the file is empty or cut off, misses an ROI or has a foreign one, or holds a value that
-        is not a finite number; the message names the file and the place.
+        Finite; columns in the order of `rois`.
     """
     data = file.read_bytes() if content is None else content
     series = (
@@ -116,24 +95,7 @@ def read_roi_file(
 
 
 def read_subjects(join: JoinedSite, rois: Rois = HARVARD_OXFORD) -> Iterator[Subject]:
-    """Read the ROI time series of everyone at a site.
-
-    Parameters
-    ----------
-    join : JoinedSite
-        The participants and their files.
-    rois : sequence of (str, str)
-        As for `read_roi_file`.
-
-    Yields
-    ------
-    Subject
-
-    Raises
-    ------
-    SourceError
-        Naming site and subject.
-    """
+    """Read the ROI time series of everyone at a site; `rois` as for `read_roi_file`."""
     for person, scan in join.joined:
         who = scan.participant_id
         try:
@@ -237,17 +199,7 @@ def _column_order(name: str, ids: Sequence[str], rois: Rois) -> np.ndarray:
 
 
 def refuse_foreign_series(path: Path) -> None:
-    """Raise if something is in a folder that is no ROI time series written here.
-
-    Parameters
-    ----------
-    path : Path
-        Need not exist.
-
-    Raises
-    ------
-    SourceError
-    """
+    """Raise if something is in a folder, there or not, that is no series written here."""
     if path.exists() and not path.is_dir():
         raise SourceError(f"--timeseries-out {path} is a file; name a folder")
     foreign = sorted(
@@ -265,15 +217,7 @@ def refuse_foreign_series(path: Path) -> None:
 
 
 def holds_series(path: Path, fingerprint: str) -> bool:
-    """Return whether a folder holds, unchanged, what a run with this fingerprint wrote.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    fingerprint : str
-        As from `preparation.Preparation.fingerprint`.
-    """
+    """Return whether a folder holds, unchanged, what a run with this fingerprint wrote."""
     try:
         content = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
         return content["fingerprint"] == fingerprint and all(
@@ -284,19 +228,9 @@ def holds_series(path: Path, fingerprint: str) -> bool:
 
 
 def write_roi_file(folder: Path, participant_id: str, series: np.ndarray, rois: Rois) -> None:
-    """Write one subject's ROI time series in the form that `sources.read_roi_file` reads.
+    """Write ``<participant_id>_rois.1D``, from which `read_roi_file` reads the same float64 values.
 
-    Parameters
-    ----------
-    folder : Path
-        Gets ``<participant_id>_rois.1D``: a header line of ROI ids (``#10 #11 ...``), then a line
-        a time point, separated by tabs.
-    participant_id : str
-        BIDS style.
-    series : np.ndarray, shape (n_timepoints, n_rois)
-        Written so that the same float64 values are read back.
-    rois : sequence of (str, str)
-        Ids and names of the columns.
+    `series` is (n_timepoints, n_rois), `rois` the ids and names of its columns.
     """
     with (folder / f"{participant_id}{SUFFIX}").open("w", encoding="ascii", newline="\n") as stream:
         stream.write("\t".join(f"#{roi_id}" for roi_id, _ in rois) + "\n")
@@ -305,17 +239,7 @@ def write_roi_file(folder: Path, participant_id: str, series: np.ndarray, rois: 
 
 
 def describe_series(folder: Path, rois: Rois, description: Mapping[str, Any]) -> None:
-    """Write the ROI table and the description of a folder of series.
-
-    Parameters
-    ----------
-    folder : Path
-        With all subjects' files.
-    rois : sequence of (str, str)
-        Id and name of each column.
-    description : mapping
-        Fit for JSON, with ``fingerprint``; checksums are added.
-    """
+    """Write the ROI table and the description, with checksums of all, of a folder of series."""
     rows = "".join(f"{roi_id}\t{name}\n" for roi_id, name in rois)
     (folder / ROIS).write_text(f"roi_id\tname\n{rows}", encoding="utf-8")
     content = {

@@ -40,27 +40,15 @@ class Scan:
 
 
 def find_files(pattern: str, option: str, example: str) -> list[Path]:
-    """Find the files that a pattern describes.
+    """Find the files that a pattern describes, sorted; at least one.
 
     Parameters
     ----------
     pattern : str
         With ``*``, ``?`` and ``**``. A folder that is there is meant by its name, whatever
         brackets are in it.
-    option : str
-        That the pattern was given with, for messages.
-    example : str
-        A pattern inside a folder, for messages.
-
-    Returns
-    -------
-    list of Path
-        Sorted.
-
-    Raises
-    ------
-    SourceError
-        If there is none.
+    option, example : str
+        That it was given with, and a pattern inside a folder, for messages.
     """
     if Path(pattern).is_dir():
         raise SourceError(
@@ -93,7 +81,7 @@ def scan_of(file: Path) -> Scan | None:
 def one_a_participant(
     scans: Sequence[Scan], option: str, wanted: Mapping[str, str | None] | None = None
 ) -> list[Scan]:
-    """Choose scans by entities, and refuse two of one participant.
+    """Choose scans by entities, sorted by participant; two of one participant are refused.
 
     Parameters
     ----------
@@ -102,16 +90,6 @@ def one_a_participant(
         That finds fewer files, for messages.
     wanted : mapping, optional
         Entity (``ses``, ``run``, ``task``) -> the value that is wanted, or None for any.
-
-    Returns
-    -------
-    list of Scan
-        Sorted by participant.
-
-    Raises
-    ------
-    SourceError
-        If no scan has a wanted value, or a participant has two.
     """
     chosen = list(scans)
     for entity, value in (wanted or {}).items():

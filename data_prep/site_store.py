@@ -13,10 +13,11 @@ This module is imported at every start of a client process, so it needs NumPy an
 library only.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ from data_prep.store_folder import (
     DESCRIPTION,
     MISSING,
     cell,
+    damaged,
     new_store,
     read_table,
     verify_checksums,
     write_table,
 )
+from data_prep.units import Unit
 
 __all__ = [
     "EDGE_ORDER",
@@ -127,8 +130,8 @@ class SiteStore:
         The subjects, in the order of the file.
     rois : tuple of (str, str)
         ROI id and name of every node.
-    connectomes : np.memmap, float32, shape (n_samples, n_edges)
-        Read-only, mapped from disk. Finite.
+    connectomes : np.ndarray, float32, shape (n_samples, n_edges)
+        Mapped from disk, read-only, or in memory. Finite.
     sample_participant : np.ndarray, int64, shape (n_samples,)
         Index into `participants` of each sample.
     window_start : np.ndarray, int64, shape (n_samples,)
@@ -140,7 +143,7 @@ class SiteStore:
     description: dict[str, Any]
     participants: tuple[Participant, ...]
     rois: tuple[tuple[str, str], ...]
-    connectomes: np.memmap = field(repr=False)
+    connectomes: np.ndarray = field(repr=False)
     sample_participant: np.ndarray = field(repr=False)
     window_start: np.ndarray = field(repr=False)
 
@@ -160,9 +163,55 @@ class SiteStore:
         return int(self.connectomes.shape[1])
 
     @property
-    def is_synthetic(self) -> bool:
+    def synthetic(self) -> bool:
         """Whether the subjects are made up."""
         return bool(self.description["synthetic"])
+
+    @property
+    def place(self) -> Path:
+        """The folder."""
+        return self.path
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The participants as units of a split, in the order of the file."""
+        counts = np.bincount(self.sample_participant, minlength=len(self.participants))
+        return tuple(
+            Unit(p.participant_id, p.diagnosis, int(n), p.fold)
+            for p, n in zip(self.participants, counts, strict=True)
+        )
+
+    @property
+    def held_out_fold(self) -> int | None:
+        """The only fold that may be held out: the one that a tangent space was fitted without."""
+        fold: int | None = (self.description.get("folds") or {}).get("held_out")
+        return fold
+
+    def fingerprint(self) -> str:
+        """Return a digest of the content, by the checksums that the description holds."""
+        checksums = json.dumps(self.description["checksums"], sort_keys=True)
+        return hashlib.sha256(checksums.encode()).hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """Return sizes and times of the files: what has another stamp is to be verified."""
+        found = [(self.path / name).stat() for name in (DESCRIPTION, *TABLES_AND_ARRAY)]
+        return " ".join(f"{one.st_size}/{one.st_mtime_ns}" for one in found)
+
+    def private_names(self) -> list[str]:
+        """Return the participants' ids."""
+        return [participant.participant_id for participant in self.participants]
+
+    def subset(self, units: np.ndarray) -> "SiteStore":
+        """Return some participants alone, in memory, without fixed folds."""
+        rows = np.flatnonzero(np.isin(self.sample_participant, units))
+        kept, owner = np.unique(self.sample_participant[rows], return_inverse=True)
+        return replace(
+            self,
+            participants=tuple(replace(self.participants[k], fold=None) for k in kept),
+            connectomes=self.connectomes[rows],
+            sample_participant=owner,
+            window_start=self.window_start[rows],
+        )
 
     def signature(self) -> dict[str, Any]:
         """Return what must agree between sites that train together.
@@ -183,7 +232,7 @@ class SiteStore:
             "rois": [list(roi) for roi in self.rois],
             "reference": self.description.get("reference_split"),
             "preprocessing": self.description.get("preprocessing"),
-            "synthetic": self.is_synthetic,
+            "synthetic": self.synthetic,
         }
 
 
@@ -219,9 +268,10 @@ def read_site_store(path: str | os.PathLike[str], *, verify: bool = False) -> Si
     connectomes = _map_connectomes(folder, site, n_rois=len(rois))
     sample_participant, window_start = _read_samples(folder, site, participants)
     if len(sample_participant) != len(connectomes):
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
-            f"{len(connectomes)}; make the store again"
+        raise damaged(
+            site,
+            f"{SAMPLES} has {len(sample_participant)} rows and {CONNECTOMES} has "
+            f"{len(connectomes)}",
         )
     verify_checksums(folder, site, description, TABLES)
     if verify:
@@ -270,14 +320,14 @@ def read_description(path: str | os.PathLike[str]) -> dict[str, Any]:
             what = "it is a file"
         raise StoreError(
             f"no site store at {folder} ({what}): make one "
-            f"with `python -m data_prep nifti`, `abide` or `synthetic`, and --out {folder.parent}"
+            f"with `python -m data_prep` (nifti, series, abide) and --out {folder.parent}"
         )
     if not file.is_file():
         inner = [p.name for p in find_site_stores(folder)]
         hint = (
             f"it holds the stores {', '.join(inner)}: name one of them"
             if inner
-            else "make one with `python -m data_prep nifti`, `abide` or `synthetic`"
+            else "make one with `python -m data_prep` (nifti, series, abide)"
         )
         raise StoreError(f"{folder} is not a site store, it has no {DESCRIPTION}; {hint}")
     try:
@@ -374,7 +424,7 @@ def _read_rois(folder: Path, site: str) -> tuple[tuple[str, str], ...]:
     _, rows = read_table(folder / ROIS, site, ROI_COLUMNS)
     ids = [row[0] for row in rows]
     if len(set(ids)) != len(ids):
-        raise StoreError(f"site {site!r}: {ROIS} names an ROI id twice; make the store again")
+        raise damaged(site, f"{ROIS} names an ROI id twice")
     return tuple((row[0], row[1]) for row in rows)
 
 
@@ -396,10 +446,7 @@ def _read_participants(folder: Path, site: str) -> tuple[Participant, ...]:
                 fold=int(value["fold"]) if with_fold and value["fold"] != MISSING else None,
             )
         except ValueError as error:
-            raise StoreError(
-                f"site {site!r}: line {number} of {PARTICIPANTS} is not valid ({error}); "
-                "make the store again"
-            ) from None
+            raise damaged(site, f"line {number} of {PARTICIPANTS} is not valid ({error})") from None
         participants.append(participant)
     _check_participants(site, participants)
     return tuple(participants)
@@ -429,25 +476,24 @@ def _check_participants(site: str, participants: Sequence[Participant]) -> None:
 def _map_connectomes(folder: Path, site: str, *, n_rois: int) -> np.memmap:
     file = folder / CONNECTOMES
     if not file.is_file():
-        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
+        raise damaged(site, f"{file} is missing")
     try:
         # Never unpickles: a header that announces Python objects is an error here.
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} is cut off or not a NumPy array ({error}); "
-            "make the store again"
-        ) from None
+        raise damaged(site, f"{CONNECTOMES} is cut off or not a NumPy array ({error})") from None
     n_edges = n_rois * (n_rois - 1) // 2
     if not isinstance(array, np.memmap) or array.dtype != np.float32 or array.ndim != 2:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} holds {array.dtype} of shape {array.shape}, expected "
-            "float32 of shape (n_samples, n_edges); make the store again"
+        raise damaged(
+            site,
+            f"{CONNECTOMES} holds {array.dtype} of shape {array.shape}, expected float32 of shape "
+            f"(n_samples, n_edges)",
         )
     if array.shape[1] != n_edges:
-        raise StoreError(
-            f"site {site!r}: {CONNECTOMES} has {array.shape[1]} edges, but the {n_rois} ROIs of "
-            f"{ROIS} have {n_edges}; make the store again"
+        raise damaged(
+            site,
+            f"{CONNECTOMES} has {array.shape[1]} edges, but the {n_rois} ROIs of {ROIS} have "
+            f"{n_edges}",
         )
     return array
 
@@ -461,21 +507,20 @@ def _read_samples(
         owner = np.fromiter((index[row[0]] for row in rows), dtype=np.int64, count=len(rows))
         start = np.fromiter((int(row[1]) for row in rows), dtype=np.int64, count=len(rows))
     except KeyError as error:
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} names {error.args[0]!r}, who is not in {PARTICIPANTS}; "
-            "make the store again"
+        raise damaged(
+            site, f"{SAMPLES} names {error.args[0]!r}, who is not in {PARTICIPANTS}"
         ) from None
     except ValueError as error:
-        raise StoreError(
-            f"site {site!r}: {SAMPLES} has a window_start that is not a number ({error}); "
-            "make the store again"
+        raise damaged(
+            site, f"{SAMPLES} has a window_start that is not a number ({error})"
         ) from None
     found = np.bincount(owner, minlength=len(participants))
     for p, count in zip(participants, found, strict=True):
         if count != p.n_windows:
-            raise StoreError(
-                f"site {site!r}: {p.participant_id} has {count} rows in {SAMPLES} and "
-                f"n_windows {p.n_windows} in {PARTICIPANTS}; make the store again"
+            raise damaged(
+                site,
+                f"{p.participant_id} has {count} rows in {SAMPLES} and n_windows {p.n_windows} in "
+                f"{PARTICIPANTS}",
             )
     return owner, start
 
@@ -486,9 +531,9 @@ def _verify_values(site: str, connectomes: np.ndarray) -> None:
         finite = np.isfinite(connectomes[begin : begin + rows])
         if not finite.all():
             row, edge = np.argwhere(~finite)[0]
-            raise StoreError(
-                f"site {site!r}: {CONNECTOMES} has a value that is not finite (row {begin + row}, "
-                f"edge {edge}); make the store again"
+            raise damaged(
+                site,
+                f"{CONNECTOMES} has a value that is not finite (row {begin + row}, edge {edge})",
             )
 
 

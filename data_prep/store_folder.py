@@ -17,6 +17,7 @@ __all__ = [
     "DESCRIPTION",
     "MISSING",
     "cell",
+    "damaged",
     "new_store",
     "read_table",
     "refuse_foreign_folder",
@@ -28,32 +29,34 @@ DESCRIPTION = "dataset_description.json"
 MISSING = "n/a"
 
 
+def damaged(site: str, what: str) -> StoreError:
+    """Return the error of a store that is not as it was written."""
+    return StoreError(f"site {site!r}: {what}; make the store again")
+
+
 def read_table(file: Path, site: str, columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Read a tab-separated table whose first columns must be `columns`."""
     if not file.is_file():
-        raise StoreError(f"site {site!r}: {file} is missing; make the store again")
+        raise damaged(site, f"{file} is missing")
     try:
         # Rows end at line ends only: a name may hold U+2028 and its like.
         lines = file.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError:
-        raise StoreError(
-            f"site {site!r}: {file.name} is not UTF-8 text; make the store again"
-        ) from None
+        raise damaged(site, f"{file.name} is not UTF-8 text") from None
     header = lines[0].split("\t")
     if tuple(header[: len(columns)]) != tuple(columns):
-        raise StoreError(
-            f"site {site!r}: {file.name} starts with the columns {header}, expected "
-            f"{list(columns)}; make the store again"
+        raise damaged(
+            site, f"{file.name} starts with the columns {header}, expected {list(columns)}"
         )
     rows = [line.split("\t") for line in lines[1:]]
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
-            raise StoreError(
-                f"site {site!r}: line {number} of {file.name} has {len(row)} fields, the header "
-                f"has {len(header)}; make the store again"
+            raise damaged(
+                site,
+                f"line {number} of {file.name} has {len(row)} fields, the header has {len(header)}",
             )
     if not rows:
-        raise StoreError(f"site {site!r}: {file.name} has no rows; make the store again")
+        raise damaged(site, f"{file.name} has no rows")
     return header, rows
 
 
@@ -65,9 +68,10 @@ def verify_checksums(
         expected = description["checksums"].get(name)
         found = file_checksum(folder / name)
         if found != expected:
-            raise StoreError(
-                f"site {site!r}: {name} was changed after the store was written (sha256 "
-                f"{found[:12]}…, stated {str(expected)[:12]}…); make the store again"
+            raise damaged(
+                site,
+                f"{name} was changed after the store was written (sha256 {found[:12]}…, stated "
+                f"{str(expected)[:12]}…)",
             )
 
 
@@ -86,23 +90,12 @@ def new_store(
     folder : Path
         The store. What is there as a store is replaced; any other folder that is not empty is
         refused.
-    site : str
-        Name of the site, for messages.
     files : sequence of str
         What is written besides the description; each gets its checksum.
     description : dict
         Written last, as it is by then, with ``checksums``.
     also : sequence of str
         Folders in it that have no checksum of their own.
-
-    Yields
-    ------
-    Path
-
-    Raises
-    ------
-    StoreError
-        If the place holds something else, another run is writing there, or the disk is full.
     """
     refuse_foreign_folder(folder, [*files, *also])
     with atomic_folder(folder, private=True) as temporary:

@@ -37,13 +37,7 @@ class Table:
     rows: tuple[tuple[int, tuple[str, ...]], ...]
 
     def column(self, name: str) -> int:
-        """Return where a column is.
-
-        Raises
-        ------
-        SourceError
-            If there is none of this name, or several.
-        """
+        """Return where a column is."""
         if self.columns.count(name) == 1:
             return self.columns.index(name)
         what = (
@@ -56,7 +50,7 @@ class Table:
 
 
 def text_lines(file: Path, what: str, *, content: bytes | None = None) -> list[str]:
-    """Read a text file's lines.
+    """Return the lines of a text file, without line ends and without empty lines at the end.
 
     Parameters
     ----------
@@ -66,16 +60,6 @@ def text_lines(file: Path, what: str, *, content: bytes | None = None) -> list[s
         What it is, for messages; may be empty.
     content : bytes, optional
         What it holds, if it was read already.
-
-    Returns
-    -------
-    list of str
-        Without line ends; empty lines at the end are left off.
-
-    Raises
-    ------
-    SourceError
-        If it is no file, no text, or empty.
     """
     title = f"{what} {file.name}".strip()
     if content is None and not file.is_file():
@@ -101,22 +85,7 @@ def delimiter_of(line: str) -> str | None:
 
 
 def split_line(line: str, delimiter: str | None, where: str) -> list[str]:
-    """Split one line into its fields.
-
-    Parameters
-    ----------
-    line : str
-        Without its line end.
-    delimiter : str or None
-        None for blanks.
-    where : str
-        File and line, for messages.
-
-    Raises
-    ------
-    SourceError
-        If a quotation mark is opened and not closed before the next delimiter.
-    """
+    """Split one line into its fields; a `delimiter` None is blanks, `where` is for messages."""
     if delimiter is None:
         return line.split()
     try:
@@ -131,24 +100,8 @@ def split_line(line: str, delimiter: str | None, where: str) -> list[str]:
 def read_table(file: Path, what: str, *, content: bytes | None = None) -> Table:
     """Read a table with a header.
 
-    Parameters
-    ----------
-    file : Path
-        Separated by the first of tab, semicolon and comma that its header has. Empty lines are
-        passed over.
-    what : str
-        What it is, for messages.
-    content : bytes, optional
-        What it holds, if it was read already.
-
-    Returns
-    -------
-    Table
-
-    Raises
-    ------
-    SourceError
-        If it is no text, or a row has not one field for each name of the header.
+    It is separated by the first of tab, semicolon and comma that its header has; empty lines are
+    passed over. `what` is for messages, `content` what the file holds, if it was read already.
     """
     title = f"{what} {file.name}"
     header, *lines = text_lines(file, what, content=content)

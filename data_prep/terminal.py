@@ -50,9 +50,6 @@ def one_sentence_errors(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # no character of a name ends a command
         try:
             return command(*args, **kwargs)
         except (OSError, ValueError) as error:  # StoreError and SourceError are ValueErrors

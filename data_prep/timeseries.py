@@ -151,13 +151,7 @@ class ExtractionSettings:
         return ", ".join(parts)
 
     def clean_arguments(self, tr: float) -> dict[str, Any]:
-        """Return the arguments that nilearn's ``signal.clean`` and maskers share.
-
-        Parameters
-        ----------
-        tr : float
-            Repetition time in seconds.
-        """
+        """Return the arguments that nilearn's ``signal.clean`` and maskers share; `tr` in s."""
         return {
             "detrend": self.detrend,
             "standardize": STANDARDIZATIONS[self.standardize],
@@ -200,22 +194,7 @@ def check_tr(tr: float | None) -> None:
 
 
 def open_scan(file: Path) -> Any:
-    """Open a functional scan and check its header; the voxels stay on disk.
-
-    Parameters
-    ----------
-    file : Path
-        NIfTI, 4D.
-
-    Returns
-    -------
-    nibabel.nifti1.Nifti1Image
-
-    Raises
-    ------
-    SourceError
-        If it is not a 4D NIfTI scan with a stated place in space.
-    """
+    """Open a 4D NIfTI scan and check its header; the voxels stay on disk."""
     image = load_nifti(file)
     if len(image.shape) == 3:
         raise SourceError(
@@ -230,29 +209,16 @@ def open_scan(file: Path) -> Any:
 def repetition_time(
     image: Any, file: Path, sidecars: Sequence[Path] = (), tr: float | None = None
 ) -> float:
-    """Return the time between two volumes.
+    """Return the seconds between two volumes, as the user, a sidecar or the header states them.
 
     Parameters
     ----------
-    image : nibabel.nifti1.Nifti1Image
+    image, file
         The scan.
-    file : Path
-        Its file, for messages.
     sidecars : sequence of Path
         JSON files that describe it, the nearest first; the first ``RepetitionTime`` counts.
     tr : float, optional
         Set by the user, in seconds; then header and sidecars are not looked at.
-
-    Returns
-    -------
-    float
-        Seconds.
-
-    Raises
-    ------
-    SourceError
-        If neither header nor sidecar states it, they contradict each other, or the value is
-        none that a scan can have.
     """
     check_tr(tr)
     if tr is not None:
@@ -344,10 +310,6 @@ def extract_time_series(
     sample_mask : np.ndarray, int, optional
         Volumes that are kept; None for all.
 
-    Returns
-    -------
-    RoiSeries
-
     Raises
     ------
     TooFewTimepointsError
@@ -363,7 +325,7 @@ def extract_time_series(
     n_volumes = image.shape[3]
     n_confounds = 0 if confounds is None else confounds.shape[1]
     n_kept = n_volumes if sample_mask is None else len(sample_mask)
-    refuse_too_short(n_kept, n_confounds, settings, tr)
+    _refuse_too_short(n_kept, n_confounds, settings, tr)
     with _quiet():
         try:
             data = get_data(image)  # cached in the image, which the masker then reads
@@ -469,28 +431,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def refuse_too_short(
+def _refuse_too_short(
     n_timepoints: int, n_confounds: int, settings: ExtractionSettings, tr: float
 ) -> None:
-    """Raise if so few time points do not survive the filter and the confounds.
-
-    Parameters
-    ----------
-    n_timepoints : int
-        Volumes that are kept.
-    n_confounds : int
-        Regressors.
-    settings : ExtractionSettings
-        Filter.
-    tr : float
-        Repetition time in seconds.
-
-    Raises
-    ------
-    TooFewTimepointsError
-    SourceError
-        If the filter's frequency is too high for this repetition time.
-    """
+    """Raise a TooFewTimepointsError if so few volumes do not survive filter and confounds."""
     for cutoff in (settings.low_pass, settings.high_pass):
         if cutoff and cutoff >= 0.5 / tr:
             raise SourceError(
@@ -529,22 +473,10 @@ def _shortest_filtered(high_pass: float | None, low_pass: float | None, tr: floa
 def parse_confounds(text: str) -> dict[str, Any]:
     """Read a confound strategy, such as ``simple`` or ``motion=basic,wm_csf,scrub``.
 
-    Parameters
-    ----------
-    text : str
-        Entries separated by commas: a name of `CONFOUND_PRESETS`, a noise component of nilearn's
-        `load_confounds`, or ``parameter=value``. A parameter that is named as a component (such
-        as ``motion=basic``) asks for that component too.
-
-    Returns
-    -------
-    dict
-        All parameters of `load_confounds` that matter, with their values written out.
-
-    Raises
-    ------
-    ValueError
-        Naming the unknown entry and what is known.
+    Entries are separated by commas: a name of `CONFOUND_PRESETS`, a noise component of nilearn's
+    `load_confounds`, or ``parameter=value``. A parameter that is named as a component (such as
+    ``motion=basic``) asks for that component too. Returned are all parameters of `load_confounds`
+    that matter, with their values written out; an unknown entry is a ValueError.
     """
     from nilearn.interfaces.fmriprep import load_confounds
 
