@@ -21,8 +21,8 @@ from scipy.ndimage import gaussian_filter1d
 from data_prep.abide import find_abide
 from data_prep.roi_files import read_roi_file
 from fedbn.models.bundle import Bundle, read_bundle
-from fedbn.models.prediction import read_scans, scan_of_series
-from fedbn.models.site_network import far_away, probabilities_and_distances
+from fedbn.models.prediction import predict, predict_files
+from fedbn.tasks.connectome.prediction import rois_of, scan_of_series
 
 ROW = "as it is"
 
@@ -50,17 +50,15 @@ def ways(series: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def counts(bundle: Bundle, store: Path, scans: Path) -> tuple[dict[str, int], int]:
     """Count the warnings of one site's held-out scans, for each way."""
-    held_out = [s.name for s in read_scans(bundle, [store]) if s.in_training is False]
+    asked = [one.case for one in predict_files(bundle, [store])]
+    held_out = [case.name for case in asked if case.in_training is False]
     rng = np.random.default_rng(0)
     found: dict[str, int] = {}
     for name in held_out:
         (file,) = scans.glob(f"*_{name.removeprefix('sub-')}_rois_ho.1D")
-        for way, series in ways(read_roi_file(file, bundle.rois), rng).items():
-            connectomes = scan_of_series(bundle, name, series).connectomes
-            _, distances = probabilities_and_distances(bundle.model, connectomes)
-            means = {key: float(values.mean()) for key, values in distances.items()}
-            warned = bool(far_away(means, bundle.facts["distances"]))
-            found[way] = found.get(way, 0) + warned
+        for way, series in ways(read_roi_file(file, rois_of(bundle.trained_on)), rng).items():
+            scan = scan_of_series(bundle.trained_on, name, series)
+            found[way] = found.get(way, 0) + bool(predict(bundle, scan).far)
     return found, len(held_out)
 
 

@@ -363,7 +363,7 @@ def _refuse_to_replace_real_data(folder: Path) -> None:
         store = read_site_store(folder)
     except StoreError:
         return
-    if not store.is_synthetic:
+    if not store.synthetic:
         raise StoreError(
             f"{folder} holds real data of site {store.site!r}; synthetic data do not replace it: "
             "name another place with --out"

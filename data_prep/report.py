@@ -57,7 +57,7 @@ class SiteReport:
                 row = (site, e.participant_id, e.reason, e.detail)
                 table.add_row(*map(escape, row))  # may hold brackets
             screen.print(table)
-        synthetic = any(store.is_synthetic for store in self._stores)
+        synthetic = any(store.synthetic for store in self._stores)
         table = Table(title="Site stores" + (" (SYNTHETIC)" if synthetic else ""))
         for name in ("site", "expected", "found", "left out", "kept"):
             table.add_column(name, justify="left" if name == "site" else "right")
@@ -101,7 +101,7 @@ def show_stores(stores: Sequence[SiteStore]) -> None:
     for store in stores:
         shortest, longest = _lengths(store)
         table.add_row(
-            escape(store.site) + (" (SYNTHETIC)" if store.is_synthetic else ""),
+            escape(store.site) + (" (SYNTHETIC)" if store.synthetic else ""),
             str(len(store.labels)),
             _diagnoses(store),
             f"{len(store.connectomes):,} x {store.n_edges}",

@@ -13,10 +13,11 @@ This module is imported at every start of a client process, so it needs NumPy an
 library only.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from data_prep.store_folder import (
     verify_checksums,
     write_table,
 )
+from data_prep.units import Unit
 
 __all__ = [
     "EDGE_ORDER",
@@ -128,8 +130,8 @@ class SiteStore:
         The subjects, in the order of the file.
     rois : tuple of (str, str)
         ROI id and name of every node.
-    connectomes : np.memmap, float32, shape (n_samples, n_edges)
-        Read-only, mapped from disk. Finite.
+    connectomes : np.ndarray, float32, shape (n_samples, n_edges)
+        Mapped from disk, read-only, or in memory. Finite.
     sample_participant : np.ndarray, int64, shape (n_samples,)
         Index into `participants` of each sample.
     window_start : np.ndarray, int64, shape (n_samples,)
@@ -141,7 +143,7 @@ class SiteStore:
     description: dict[str, Any]
     participants: tuple[Participant, ...]
     rois: tuple[tuple[str, str], ...]
-    connectomes: np.memmap = field(repr=False)
+    connectomes: np.ndarray = field(repr=False)
     sample_participant: np.ndarray = field(repr=False)
     window_start: np.ndarray = field(repr=False)
 
@@ -161,9 +163,55 @@ class SiteStore:
         return int(self.connectomes.shape[1])
 
     @property
-    def is_synthetic(self) -> bool:
+    def synthetic(self) -> bool:
         """Whether the subjects are made up."""
         return bool(self.description["synthetic"])
+
+    @property
+    def place(self) -> Path:
+        """The folder."""
+        return self.path
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The participants as units of a split, in the order of the file."""
+        counts = np.bincount(self.sample_participant, minlength=len(self.participants))
+        return tuple(
+            Unit(p.participant_id, p.diagnosis, int(n), p.fold)
+            for p, n in zip(self.participants, counts, strict=True)
+        )
+
+    @property
+    def held_out_fold(self) -> int | None:
+        """The only fold that may be held out: the one that a tangent space was fitted without."""
+        fold: int | None = (self.description.get("folds") or {}).get("held_out")
+        return fold
+
+    def fingerprint(self) -> str:
+        """Return a digest of the content, by the checksums that the description holds."""
+        checksums = json.dumps(self.description["checksums"], sort_keys=True)
+        return hashlib.sha256(checksums.encode()).hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """Return sizes and times of the files: what has another stamp is to be verified."""
+        found = [(self.path / name).stat() for name in (DESCRIPTION, *TABLES_AND_ARRAY)]
+        return " ".join(f"{one.st_size}/{one.st_mtime_ns}" for one in found)
+
+    def private_names(self) -> list[str]:
+        """Return the participants' ids."""
+        return [participant.participant_id for participant in self.participants]
+
+    def subset(self, units: np.ndarray) -> "SiteStore":
+        """Return some participants alone, in memory, without fixed folds."""
+        rows = np.flatnonzero(np.isin(self.sample_participant, units))
+        kept, owner = np.unique(self.sample_participant[rows], return_inverse=True)
+        return replace(
+            self,
+            participants=tuple(replace(self.participants[k], fold=None) for k in kept),
+            connectomes=self.connectomes[rows],
+            sample_participant=owner,
+            window_start=self.window_start[rows],
+        )
 
     def signature(self) -> dict[str, Any]:
         """Return what must agree between sites that train together.
@@ -184,7 +232,7 @@ class SiteStore:
             "rois": [list(roi) for roi in self.rois],
             "reference": self.description.get("reference_split"),
             "preprocessing": self.description.get("preprocessing"),
-            "synthetic": self.is_synthetic,
+            "synthetic": self.synthetic,
         }
 
 

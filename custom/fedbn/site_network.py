@@ -1,3 +1,3 @@
 """Path of a class in bundles that version 0.1 exported; goes in version 0.3."""
 
-from fedbn.models.site_network import SiteNetwork as SiteNetwork
+from fedbn.tasks.site_network import SiteNetwork as SiteNetwork

@@ -329,7 +329,7 @@ def test_synthetic_stores_are_labelled_and_fit_together(call, tmp_path):
     assert "SYNTHETIC" in result.output
     stores = [read_site_store(out / site) for site in ("NYU", "USM", "UM", "UCLA")]
     for store in stores:
-        assert store.is_synthetic
+        assert store.synthetic
         assert "no subject of this store exists" in store.description["synthetic_note"]
         assert store.labels.sum() == 5
         assert store.n_edges == 6105
@@ -346,7 +346,7 @@ def test_synthetic_never_replaces_real_data(call, prepare):
     _, out = prepare("--sites", "NYU")
     result = call("synthetic", "--out", out, "--subjects", 10, code=1)
     assert "holds real data of site 'NYU'; synthetic data do not replace it" in result.stderr
-    assert not read_site_store(out / "NYU").is_synthetic
+    assert not read_site_store(out / "NYU").synthetic
 
 
 def test_check_refuses_sites_that_do_not_fit(call, prepare):

@@ -30,7 +30,7 @@ def test_what_is_written_is_read_back(make_store):
     assert store.window_start.tolist() == [0, 0, 4, 0, 0, 4, 0, 0, 4]
     np.testing.assert_array_equal(store.connectomes, np.arange(54).reshape(9, 6))
     assert store.connectomes.dtype == np.float32
-    assert (store.n_rois, store.n_edges, store.is_synthetic) == (4, 6, False)
+    assert (store.n_rois, store.n_edges, store.synthetic) == (4, 6, False)
 
 
 def test_connectomes_are_mapped_and_cannot_be_changed(make_store):

@@ -21,7 +21,7 @@ from deployment import deployed
 from fedbn.federation.changes import with_changes
 from fedbn.federation.experiment import read_experiment
 from fedbn.federation.job_folder import write_job
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.study.methods import flare_experiment
 
 REPOSITORY = Path(__file__).parents[2]
@@ -309,7 +309,7 @@ def in_process():
         torch.set_num_threads(1)
         try:
             experiment = simulation.experiment.changed(**changes)
-            return run_federation(experiment, read_stores(simulation.data, experiment))
+            return run_federation(experiment, read_sites(simulation.data, experiment))
         finally:
             torch.set_num_threads(threads)
 

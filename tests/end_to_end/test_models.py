@@ -8,14 +8,16 @@ import torch
 
 from data_prep.site_store import read_site_store
 from fedbn.core.networks import build_network
-from fedbn.federation.site import prepare
+from fedbn.federation.results import without_nan
+from fedbn.federation.site import split_fitted
 from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     SHARED_WEIGHTS,
     SiteStateError,
     load_checkpoint,
+    read_scores_file,
 )
-from fedbn.tasks.evaluation import predict, quick_accuracy
+from fedbn.tasks.classification import predict
 
 pytestmark = pytest.mark.slow
 
@@ -26,23 +28,18 @@ def site(request):
 
 
 def complete_model(run, site):
-    """Return a network, with the site's standardisation, made from its model.pt alone."""
+    """Return a site's network, and what its task fitted, made from its model.pt alone."""
     tensors, meta = load_checkpoint(run.state(site) / "model.pt", COMPLETE_MODEL)
     description = meta["facts"]["network"]
     network = build_network(description["name"], description["args"])
-    mean, std = tensors.pop("standardization.mean"), tensors.pop("standardization.std")
-    network.load_state_dict(tensors, strict=True)
-    return network, mean, std
+    own, fitted = split_fitted(tensors)
+    network.load_state_dict(own, strict=True)
+    return network, fitted
 
 
-def test_samples(run, site):
-    store = read_site_store(run.data / site)
-    rows = prepare(site, store, run.experiment).test_rows.numpy()
-    owners = store.sample_participant[rows]
-    return torch.from_numpy(np.array(store.connectomes[rows])), store.labels[owners], owners
-
-
-test_samples.__test__ = False
+def held_out(run, site, fitted):
+    task, data = run.experiment.task, read_site_store(run.data / site)
+    return task.samples(data, task.split(data, run.experiment).test, fitted, torch.device("cpu"))
 
 
 def test_the_servers_file_is_loadable_and_says_that_it_is_not_complete(fedbn_run):
@@ -56,27 +53,23 @@ def test_the_servers_file_is_loadable_and_says_that_it_is_not_complete(fedbn_run
 
 def test_a_sites_model_predicts_the_accuracy_of_the_results(fedbn_run, site):
     assert torch.load(fedbn_run.state(site) / "model.pt", weights_only=True)["complete_model"]
-    network, mean, std = complete_model(fedbn_run, site)
-    inputs, targets, owners = test_samples(fedbn_run, site)
-    probability = predict(network, (inputs - mean) / std)
-    found = quick_accuracy(targets, probability, owners)
-    scores = fedbn_run.results["sites"][site]["federated"]
-    assert found["window_accuracy"] == scores["window"]["accuracy"]
-    assert found["subject_accuracy"] == scores["subject"]["accuracy"]
-    kept = np.load(fedbn_run.state(site) / "predictions" / "final.npz")["federated"]
-    assert np.allclose(probability, kept, atol=1e-6)
+    network, fitted = complete_model(fedbn_run, site)
+    task = fedbn_run.experiment.task
+    found = task.score(network, held_out(fedbn_run, site, fitted))
+    assert without_nan(task.measure(found)) == fedbn_run.results["sites"][site]["federated"]
+    kept = read_scores_file(next(fedbn_run.state(site).rglob("final.npz")))["federated"]
+    assert np.allclose(found.columns["p_1"], kept.columns["p_1"], atol=1e-6)
 
 
 def test_with_another_sites_batch_norm_the_outputs_differ(fedbn_run, site):
     other = {"NYU": "UM", "UM": "NYU"}[site]
-    network, mean, std = complete_model(fedbn_run, site)
-    foreign, *_ = complete_model(fedbn_run, other)
+    network, fitted = complete_model(fedbn_run, site)
+    foreign, _ = complete_model(fedbn_run, other)
     for name, tensor in network.state_dict().items():
         same = torch.equal(tensor, foreign.state_dict()[name])
         assert same == ("norm" not in name or name.endswith("num_batches_tracked")), name
-    inputs, *_ = test_samples(fedbn_run, site)
-    inputs = (inputs - mean) / std
-    assert np.abs(predict(network, inputs) - predict(foreign, inputs)).max() > 1e-3
+    samples = held_out(fedbn_run, site, fitted)
+    assert np.abs(predict(network, samples)[0] - predict(foreign, samples)[0]).max() > 1e-3
 
 
 def test_the_results_hold_counts_and_scores_and_nothing_of_a_subject(fedbn_run):

@@ -23,7 +23,6 @@ from nvflare.lighter.utils import (
 
 from data_prep.connectome import correlation_connectomes
 from data_prep.site_store import Participant, read_site_store, write_site_store
-from fedbn.core.normalization import entries
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import run_report, site_report
 from fedbn.federation.simulation import federate
@@ -250,7 +249,7 @@ def finished_run(tmp_path_factory):
             site,
             site.evaluate(federation.shared, federation.local[name]),
             None,
-            federation.predictions[name],
+            federation.scores[name],
         )
         state = SiteState.under(
             root / "workspace" / f"site-{number}" / "fedbn_sites",
@@ -260,20 +259,7 @@ def finished_run(tmp_path_factory):
         )
         state.save_preparation(site.preparation.tensors(), site.preparation.facts)
         state.save_local(federation.local[name], 2)
-        state.save_model(
-            {
-                **entries(site.network, tuple(site.network.state_dict())),
-                "standardization.mean": site.preparation.mean,
-                "standardization.std": site.preparation.std,
-            },
-            {
-                "network": experiment.network.model_dump(),
-                "policy": experiment.policy,
-                "local entries": list(site.partition.local),
-                "classes": ["control", "autism"],
-                "signature": site.store.signature(),
-            },
-        )
+        state.save_model(*site.complete_model())
     server = root / "workspace" / "server" / "a_job"
     results = run_report(experiment, reports, [], federation.shared, job="a_job")
     write_json(server / "results.json", results)

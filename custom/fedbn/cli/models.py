@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from data_prep.site_store import default_data_root
-from fedbn.cli.common import DataRoot, app, one_sentence, progress_bar, screen
+from fedbn.cli.common import app, one_sentence, progress_bar, screen
+
+SiteData = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="The site's data, or the folder above. Default: $FEDBN_DATA, else ~/fedbn_data.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -19,7 +28,7 @@ def export(
     ],
     site: Annotated[str, typer.Option(help="The site's name in the job.")],
     out: Annotated[Path, typer.Option(help="Folder of the bundle; an older bundle is replaced.")],
-    data: DataRoot = None,
+    data: SiteData = None,
     finetuned: Annotated[
         bool, typer.Option("--finetuned", help="The model after fine-tuning at the site.")
     ] = False,
@@ -28,17 +37,18 @@ def export(
     with one_sentence():
         import torch
 
-        from data_prep.site_store import StoreError
         from fedbn.models.bundle import export_bundle
-        from fedbn.models.site_model import find_kept_model, read_own_store, site_facts
-        from fedbn.models.site_network import NOTICE
+        from fedbn.models.site_model import NOTICE, find_kept_model, read_own_data, site_facts
+        from fedbn.tasks.bundling import bundling_of
+        from fedbn.tasks.data import DataError
 
         torch.set_num_threads(1)
-        store = read_own_store(data or default_data_root(), site, required=data is not None)
-        kept = find_kept_model(run_folder, site, finetuned=finetuned, store=store)
+        place = data or default_data_root()
+        kept = find_kept_model(run_folder, site, finetuned=finetuned, data=place)
         try:
-            facts = site_facts(kept, run_folder, store)
-        except StoreError as error:
+            found = read_own_data(kept, place, required=data is not None)
+            facts = site_facts(kept, run_folder, found)
+        except DataError as error:
             if data is not None:
                 raise
             typer.echo(f"without the store: {error}", err=True)
@@ -48,15 +58,15 @@ def export(
         checked = "models/model.pt and models/model.ts" if compiled else "models/model.pt"
         typer.echo(f"{checked} give the logits of the kept model to within 1e-5")
         if facts.scores is not None:
-            of_subject = facts.scores["subject"]
+            of_units, headline = facts.scores[kept.task.levels[0]], kept.task.metrics[0]
             typer.echo(
-                f"held-out subjects: {of_subject['n']}, accuracy "
-                f"{100 * (of_subject['accuracy'] or 0):.1f} %"
+                f"held-out {kept.task.levels[0]}s: {of_units['n']}, {headline.title} "
+                f"{100 * (of_units[headline.name] or 0):.1f} %"
             )
         if facts.distances is None:
             typer.echo(
-                "exported without the site's store (--data): the bundle cannot warn of scans "
-                "unlike those of the training"
+                "exported without the site's data (--data): the bundle cannot warn of "
+                f"{bundling_of(kept.task).word}s unlike those of the training"
             )
         typer.echo("It holds the site's own batch norm: it stays at the site.")
         typer.echo(NOTICE)
@@ -69,8 +79,8 @@ def predict(
         list[Path],
         typer.Option(
             "--input",
-            help="ROI time series (.1D, .tsv, .csv), a functional scan (.nii.gz), or a site store; "
-            "more may follow.",
+            help="What the model is asked about: a site's data; of connectomes also ROI time "
+            "series (.1D, .tsv, .csv) and functional scans (.nii.gz). More may follow.",
         ),
     ],
     more: Annotated[
@@ -84,9 +94,9 @@ def predict(
     tr: Annotated[
         float | None, typer.Option(help="Repetition time in seconds, where no file states it.")
     ] = None,
-    pictures: Annotated[int, typer.Option(help="Draw at most so many scans.", min=0)] = 10,
+    pictures: Annotated[int, typer.Option(help="Draw at most so many.", min=0)] = 10,
 ) -> None:
-    """Ask a site's own model about scans: probabilities, what spoke for them, and warnings."""
+    """Ask a site's own model: probabilities, what spoke for them, and warnings."""
     with one_sentence():
         import torch
 
@@ -96,22 +106,20 @@ def predict(
         from fedbn.report.prediction_tables import prediction_lines, prediction_table
 
         torch.set_num_threads(1)  # many small products: more threads only wait for each other
-        if (atlas is None) != (labels is None):
-            raise ValueError("--atlas and --labels are given together: a label map and its table")
         if out is not None:
             prediction_files.check_out(out)
-        files = prediction.AtlasFiles(atlas, labels, tr) if atlas and labels else None
+        named = {"atlas": atlas, "labels": labels, "tr": tr}
+        options = {name: value for name, value in named.items() if value is not None}
         bundle = read_bundle(model)
         with progress_bar() as progress:
-            task = progress.add_task("scans", total=None)
+            task = progress.add_task(f"{bundle.side.word}s", total=None)
             predictions = prediction.predict_files(
-                bundle, [*inputs, *(more or [])], files, on_scan=lambda: progress.advance(task)
+                bundle, [*inputs, *(more or [])], options, on_case=lambda: progress.advance(task)
             )
         if out is not None:
             with progress_bar() as progress:
-                total = min(pictures, len(predictions))
-                task = progress.add_task("pictures", total=total)
-                prediction_files.write_predictions(
+                task = progress.add_task("pictures", total=min(pictures, len(predictions)))
+                written = prediction_files.write_predictions(
                     bundle,
                     predictions,
                     out,
@@ -122,8 +130,7 @@ def predict(
         for line in prediction_lines(bundle, predictions):
             typer.echo(line)
         if out is not None:
-            drawn = f"{total} picture{'' if total == 1 else 's'}"
-            typer.echo(f"{out}: predictions.tsv, windows.tsv, connections.tsv, {drawn}")
+            typer.echo(f"{out}: {', '.join(written)}")
 
 
 @app.command()
@@ -135,8 +142,8 @@ def adapt(
             help="A simulator workspace, a downloaded job, or the job's folder at the server.",
         ),
     ],
-    data: Annotated[Path, typer.Option(help="The new hospital's store.")],
-    out: Annotated[Path, typer.Option(help="Folder for model.pt and new_site.json.")],
+    data: Annotated[Path, typer.Option(help="The new hospital's data, or the folder above.")],
+    out: Annotated[Path, typer.Option(help="Folder for model.pt and adaptation.json.")],
     evidence: Annotated[
         Path | None,
         typer.Option(help="Result of `fedbn unseen`: what did best is built, where it can be."),
@@ -145,17 +152,17 @@ def adapt(
         str | None, typer.Option(help="Start to build in place of the recommended one.")
     ] = None,
 ) -> None:
-    """Make a complete model for a hospital that took no part, from its own unlabelled scans."""
+    """Make a complete model for a hospital that took no part, from its own unlabelled data."""
     with one_sentence():
         import torch
 
-        from data_prep.site_store import read_site_store
         from fedbn.models import new_site
         from fedbn.study.leave_one_site_out import read_evidence, recommend
 
         torch.set_num_threads(1)  # as in every run: the same bits
         run = new_site.read_run(run_folder)
-        store = read_site_store(data, verify=True)
+        place = run.experiment.task.find(data)
+        store = run.experiment.task.read(place, place.stem, verify=True)
         found = recommend(run, None if evidence is None else read_evidence(evidence))
         why = " ".join(found.sentences)
         if start is not None:
@@ -163,6 +170,8 @@ def adapt(
         report = new_site.adapt(run, store, out, start=start or found.start, why=why)
         for sentence in found.sentences:
             typer.echo(sentence)
+        for sentence in report["warnings"]:
+            typer.echo(f"warning: {sentence}", err=True)
         typer.echo(f"{out / new_site.MODEL_FILE}: {report['title']}")
         for name, value in report["used"].items():
             typer.echo(f"  {name}: {value}")

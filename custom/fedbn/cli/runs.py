@@ -39,7 +39,7 @@ def run(
             check_writable(out)
         import torch
 
-        from fedbn.federation.simulation import read_stores, run_federation
+        from fedbn.federation.simulation import read_sites, run_federation
         from fedbn.report.tables import run_tables
 
         torch.set_num_threads(1)  # as in the job: the same bits
@@ -49,7 +49,7 @@ def run(
                 f"{job} continues job {experiment.continues.job}, whose batch norm is at the "
                 "sites: submit it to FLARE"
             )
-        stores = read_stores(data or default_data_root(), experiment, verify=True)
+        stores = read_sites(data or default_data_root(), experiment, verify=True)
         with progress_bar() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))

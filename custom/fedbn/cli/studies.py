@@ -149,14 +149,14 @@ def explain(
     with one_sentence():
         import torch
 
-        from fedbn.federation.simulation import read_stores
+        from fedbn.federation.simulation import read_sites
         from fedbn.report.explanation_tables import WIDTH, edge_table, pictures
         from fedbn.report.tables import render
         from fedbn.study import explanation
 
         torch.set_num_threads(1)  # as in every run: the same bits
         experiment = changed_experiment(job, changes, changes_file, ("fold",), _first_fold)
-        stores = read_stores(data or default_data_root(), experiment, verify=True)
+        stores = read_sites(data or default_data_root(), experiment, verify=True)
         explanation.check_out(out)
         with runs_progress() as on_run:
             found = explanation.explain(

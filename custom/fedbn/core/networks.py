@@ -17,6 +17,7 @@ from torch import nn
 
 OWN_NETWORKS = {
     "ConnectomeMLP": "fedbn.tasks.connectome.network.ConnectomeMLP",
+    "MLP": "fedbn.core.mlp.MLP",
     "DigitModel": "fedbn.core.paper_networks.DigitModel",
     "AlexNetBN": "fedbn.core.paper_networks.AlexNetBN",
     "SmallDigitCNN": "fedbn.core.paper_networks.SmallDigitCNN",

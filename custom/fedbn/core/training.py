@@ -1,8 +1,7 @@
 """Local epochs at one site: plain PyTorch, and the terms that federated methods add to a step.
 
-The data of a site are one contiguous tensor on the network's device, and a batch is an index
-selection from it. All randomness of a call comes from its `seed`: the order of batches and the
-dropout masks do not depend on what ran before, on other sites, or on the number of threads.
+All randomness of a call comes from its `seed`: the order of batches and the dropout masks do not
+depend on what ran before, on other sites, or on the number of threads.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -23,11 +22,12 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from fedbn.core.batches import Batch, Samples, check_batch_size
 from fedbn.core.normalization import split, trainable_names, unwrap_model
 
 
 class TrainingSettings(BaseModel):
-    """How a site trains in one round; the defaults are those of the ABIDE reference.
+    """How a site trains in one round.
 
     Attributes
     ----------
@@ -50,9 +50,9 @@ class TrainingSettings(BaseModel):
 
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     learning_rate: float = Field(default=1e-3, gt=0)
-    weight_decay: float = Field(default=5e-2, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    batch_size: int = 100
+    batch_size: int = 32
     local_epochs: int = Field(default=1, ge=1)
     class_weights: Literal["balanced"] | list[float] | None = None
     proximal_mu: float = Field(default=0.0, ge=0)
@@ -60,7 +60,7 @@ class TrainingSettings(BaseModel):
     @field_validator("batch_size")
     @classmethod
     def _trains_batch_norm(cls, value: int) -> int:
-        return _checked_batch_size(value)
+        return check_batch_size(value)
 
     @field_validator("class_weights")
     @classmethod
@@ -86,7 +86,7 @@ class TrainingOutcome:
     Attributes
     ----------
     losses
-        Cross entropy of each epoch, without the FedProx term: the mean over batches, each weighted
+        Loss of each epoch, without the FedProx term: the mean over batches, each weighted
         by its number of samples, measured while the weights change.
     n_samples
         Training samples of the site, each seen once an epoch.
@@ -115,42 +115,16 @@ def derive_seed(seed: int, *labels: str | int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def batch_indices(n: int, batch_size: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Shuffle ``0 … n-1`` into the batches of one epoch, none of which has a single sample.
+Forward = Callable[[nn.Module, Batch], Any]
+"""Network and batch to the network's outputs."""
 
-    Batch norm cannot be trained on one sample, so a last sample that would be alone joins the
-    batch before it. Every sample is in exactly one batch.
+Loss = Callable[[Any, Batch], torch.Tensor]
+"""Outputs and batch to a scalar."""
 
-    Parameters
-    ----------
-    n : int
-        Number of samples, at least two.
-    batch_size : int
-        At least two.
-    generator : torch.Generator
-        On the CPU. The order is that of a ``torch.utils.data.RandomSampler`` with this generator.
 
-    Returns
-    -------
-    list of torch.Tensor
-        int64, on the CPU. All have `batch_size` entries but the last, which has 2 to
-        ``batch_size + 1`` (or `n`, if that is less).
-
-    Raises
-    ------
-    ValueError
-        If `n` or `batch_size` is less than two.
-    """
-    _checked_batch_size(batch_size)
-    if n < 2:
-        raise ValueError(
-            f"a site needs at least two training samples, got {n}: batch norm cannot train on less"
-        )
-    batches = list(torch.randperm(n, generator=generator).split(batch_size))
-    if len(batches[-1]) == 1:
-        alone = batches.pop()
-        batches[-1] = torch.cat([batches[-1], alone])
-    return batches
+def forward_inputs(network: nn.Module, batch: Batch) -> Any:
+    """Give a batch's inputs to the network."""
+    return network(batch.inputs)
 
 
 def proximal_term(
@@ -165,18 +139,19 @@ def proximal_term(
 
 def train_epochs(
     model: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
+    samples: Samples,
     settings: TrainingSettings,
     *,
     seed: int,
+    loss: Loss,
+    forward: Forward = forward_inputs,
     shared_names: Collection[str] = (),
     reference: Mapping[str, torch.Tensor] | None = None,
     correction: Mapping[str, torch.Tensor] | None = None,
     only: Collection[str] | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> TrainingOutcome:
-    """Train a classifier for ``settings.local_epochs`` passes over a site's samples.
+    """Train a network for ``settings.local_epochs`` passes over a site's samples.
 
     The optimiser is made afresh in each call: its state (Adam's moments, momentum) is neither
     carried from round to round nor sent. The moments of a site's last round belong to weights that
@@ -189,14 +164,16 @@ def train_epochs(
         What is trained is this very module, wrapped (data-parallel, compiled) or not, in place, on
         the device where it is. Parameters that do not require a gradient stay as they are. It is
         left in training mode.
-    inputs : torch.Tensor
-        Shape (n, ...): connectomes (n, n_edges) or images (n, channels, ...).
-    targets : torch.Tensor
-        Class of each sample, integers, shape (n,).
+    samples : Samples
+        At least two.
     settings : TrainingSettings
-        Optimiser, batches, epochs, class weights and FedProx's mu.
+        Optimiser, batches, epochs and FedProx's mu.
     seed : int
         Decides all randomness of the call. The global random state is left as it was.
+    loss : callable
+        The network's outputs and a batch to a scalar, the mean over the batch's samples.
+    forward : callable
+        Network and batch to outputs.
     shared_names : collection of str
         Names of shared state-dict entries, without a wrapper's prefix. The FedProx term is over
         those of them that are trained, and never over an entry of batch norm.
@@ -227,42 +204,34 @@ def train_epochs(
     if not trained:
         raise ValueError(f"network {type(model).__name__} has no parameter to train")
     device = trained[0].device
-    inputs, targets = _training_data(inputs, targets, device)
     proximal = _proximal_pairs(model, settings.proximal_mu, shared_names, reference)
     corrected = _corrected_pairs(model, correction)
     optimizer = _Optimizer(trained, settings)
-    memory = _batch_memory(inputs, settings.batch_size)
-    criterion: nn.CrossEntropyLoss | None = None
     losses: list[float] = []
     n_steps = 0
     model.train()
     for epoch in range(settings.local_epochs):
-        order = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
-        batches = batch_indices(len(inputs), settings.batch_size, order)
         batch_losses: list[torch.Tensor] = []
+        sizes: list[int] = []
         with seeded_rng(derive_seed(seed, "masks", epoch), device), _frozen_but(model, only):
-            for batch in batches:
-                rows = batch.to(device)
-                samples = torch.index_select(inputs, 0, rows, out=memory[: len(batch)])
-                logits = model(samples)
-                if criterion is None:
-                    criterion = _criterion(settings, logits, targets)
-                loss = criterion(logits, targets.index_select(0, rows))
-                batch_losses.append(loss.detach())
+            for batch in samples.batches(settings.batch_size, derive_seed(seed, "order", epoch)):
+                value = loss(forward(model, batch), batch)
+                batch_losses.append(value.detach())
+                sizes.append(len(batch.owners))
                 if proximal:
-                    loss = loss + proximal_term(*proximal, settings.proximal_mu)
+                    value = value + proximal_term(*proximal, settings.proximal_mu)
                 optimizer.zero_grad()
-                loss.backward()
+                value.backward()
                 if corrected:
                     _add_to_gradients(corrected)
                 optimizer.step()
-        n_steps += len(batches)
-        losses.append(_epoch_loss(batch_losses, batches))
+        n_steps += len(sizes)
+        losses.append(_epoch_loss(batch_losses, sizes))
         _check_finite(model, losses[-1], epoch, settings)
         if on_epoch is not None:
             on_epoch(epoch, losses[-1])
     optimizer.zero_grad()
-    return TrainingOutcome(losses=losses, n_samples=len(inputs), n_steps=n_steps)
+    return TrainingOutcome(losses=losses, n_samples=len(samples), n_steps=n_steps)
 
 
 @contextlib.contextmanager
@@ -275,44 +244,6 @@ def seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _checked_batch_size(batch_size: int) -> int:
-    if batch_size < 2:
-        raise ValueError(
-            f"batch_size is {batch_size}; it must be at least 2: "
-            "batch norm cannot train on a batch of one sample"
-        )
-    return batch_size
-
-
-def _training_data(
-    inputs: torch.Tensor, targets: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check that samples and classes fit, and put both on the device in one piece each."""
-    if targets.ndim != 1 or len(targets) != len(inputs):
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)}, but there are {len(inputs)} samples: "
-            "give one class for each sample"
-        )
-    if targets.is_floating_point() or targets.is_complex():
-        raise ValueError(f"targets are {targets.dtype}; they must be integer classes")
-    return inputs.detach().to(device).contiguous(), targets.to(device, torch.int64)
-
-
-def _batch_memory(inputs: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Return one piece of memory for the samples of every batch.
-
-    On a CPU, giving megabytes back to the system at each step and asking for them again (page
-    faults) costs as much as the arithmetic of a small network. So the samples have memory of their
-    own, and glibc is shown a larger block that comes and goes untouched: from then on it keeps
-    freed blocks below that size (``mallopt(3)``: the threshold is dynamic, up to 32 MB).
-    """
-    rows = min(batch_size + 1, len(inputs))
-    memory = inputs.new_empty((rows, *inputs.shape[1:]))
-    if memory.device.type == "cpu":
-        torch.empty(min(8 * memory.nbytes, 2**25 - 2**16), dtype=torch.uint8)
-    return memory
 
 
 class _Optimizer:
@@ -395,36 +326,6 @@ class _Optimizer:
             eps=1e-8,
             maximize=False,
         )
-
-
-def _criterion(
-    settings: TrainingSettings, logits: torch.Tensor, targets: torch.Tensor
-) -> nn.CrossEntropyLoss:
-    """Make the loss, once the first logits tell the number of classes."""
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
-        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise ValueError(f"training needs a network that gives logits (n, n_classes), got {got}")
-    n_classes = logits.shape[1]
-    low, high = int(targets.min()), int(targets.max())
-    if low < 0 or high >= n_classes:
-        raise ValueError(
-            f"targets are classes {low} to {high}, but the network has {n_classes} outputs: "
-            f"classes must be 0 to {n_classes - 1}"
-        )
-    weights = settings.class_weights
-    if weights is None:
-        return nn.CrossEntropyLoss()
-    if weights == "balanced":
-        counts = torch.bincount(targets, minlength=n_classes)
-        n_present = (counts > 0).sum()
-        tensor = len(targets) / (n_present * counts.clamp(min=1))
-    else:
-        if len(weights) != n_classes:
-            raise ValueError(
-                f"class_weights has {len(weights)} numbers, but the network has {n_classes} outputs"
-            )
-        tensor = torch.tensor(weights)
-    return nn.CrossEntropyLoss(weight=tensor.to(logits.device, logits.dtype))
 
 
 def _trained_parameters(model: nn.Module, only: Collection[str] | None) -> list[nn.Parameter]:
@@ -520,10 +421,9 @@ def _proximal_pairs(
     return list(weights.values()), fixed
 
 
-def _epoch_loss(batch_losses: list[torch.Tensor], batches: list[torch.Tensor]) -> float:
+def _epoch_loss(batch_losses: list[torch.Tensor], sizes: list[int]) -> float:
     """Return the mean of the batches' losses, weighted by samples; the epoch's only wait."""
     values = torch.stack(batch_losses).tolist()
-    sizes = [len(batch) for batch in batches]
     return sum(loss * size for loss, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    SerializeAsAny,
     ValidationError,
     field_validator,
     model_validator,
@@ -24,6 +26,8 @@ from fedbn.core.normalization import Policy
 from fedbn.core.training import TrainingSettings
 from fedbn.federation.installation import check_version, is_specifier
 from fedbn.federation.settings_file import fault, read_json
+from fedbn.tasks.base import Task
+from fedbn.tasks.registry import make_task
 
 EXPERIMENT_FILE = "experiment.json"
 
@@ -34,6 +38,17 @@ SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_leng
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=127)]
 """An id that FLARE gives to a job; it names a folder."""
+
+
+_NETWORK_0_1 = {"name": "ConnectomeMLP"}
+_TRAINING_0_1 = {"weight_decay": 0.05, "batch_size": 100}
+_VERSION_0_1: dict[str, Any] = {
+    "sites": ("NYU", "USM", "UM", "UCLA"),
+    "network": {},
+    "training": {},
+    "test_curve": True,
+}
+"""What version 0.1 took for granted, which knew one task."""
 
 
 class ExperimentError(ValueError):
@@ -47,8 +62,20 @@ class _Settings(BaseModel):
 class NetworkSettings(_Settings):
     """A network by name and arguments, as :func:`fedbn.core.networks.build_network` takes them."""
 
-    name: str = "ConnectomeMLP"
+    name: str
     args: dict[str, Any] = Field(default_factory=dict)
+
+
+class ValidationSettings(_Settings):
+    """Units that judge the rounds: neither trained on nor held out.
+
+    Attributes
+    ----------
+    share
+        Of each site's training units, in (0, 1), stratified.
+    """
+
+    share: float = Field(gt=0, lt=1, allow_inf_nan=False)
 
 
 class AlgorithmSettings(_Settings):
@@ -130,6 +157,8 @@ class Experiment(_Settings):
 
     Attributes
     ----------
+    task
+        What is learned from what, with the task's own settings.
     sites
         Names of the sites, in the order in which the simulator's ``site-1``, ``site-2``, … stand
         for them.
@@ -149,9 +178,6 @@ class Experiment(_Settings):
     aggregation_weights
         ``"equal"``: every site counts the same (the FedBN paper's choice). ``"samples"``: by the
         number of training samples.
-    standardization
-        ``"site"``: each feature is z-scored with the mean and standard deviation of the site's own
-        training samples. ``"none"``: features are used as they are stored.
     training_share
         How much of each fold's training subjects a site trains on, in (0, 1]: one number, or one
         for each site that has less than all (``{"NYU": 0.1}``). Drawn by subject, stratified by
@@ -160,6 +186,16 @@ class Experiment(_Settings):
         Stratified folds by subject, within each site; ``fold`` is the one that is held out.
     seed
         Of the initial weights, the folds, the order of batches and the dropout masks.
+    validation
+        Units that judge the rounds; without it there are none.
+    best_round
+        Which round's model is the result: the ``"last"``, or the one with the best mean over sites
+        of the task's headline metric on validation units (``"validation"``), or each site's own
+        best (``"site_validation"``).
+    patience
+        End after so many rounds without a better one, judged as for `best_round`.
+    test_curve
+        Whether held-out units are scored in every round, for a curve; otherwise at the end alone.
     fedbn_version
         Versions of fedbn that may run it, as PEP 440 writes them (``">=0.1,<0.2"``); any if
         ``None``. The server and each site look before round 0.
@@ -171,19 +207,23 @@ class Experiment(_Settings):
     """
 
     name: str = "experiment"
-    sites: tuple[SiteName, ...] = ("NYU", "USM", "UM", "UCLA")
-    network: NetworkSettings = NetworkSettings()
+    task: Annotated[SerializeAsAny[Task], BeforeValidator(make_task)]
+    sites: tuple[SiteName, ...]
+    network: NetworkSettings
     policy: Policy = "fedbn"
     rounds: int = Field(default=50, ge=1, strict=True)
     training: TrainingSettings = TrainingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     finetune: FinetuneSettings | None = None
     aggregation_weights: Literal["equal", "samples"] = "equal"
-    standardization: Literal["site", "none"] = "site"
     training_share: float | dict[SiteName, float] = 1.0
     n_folds: int = Field(default=5, ge=2, strict=True)
     fold: int = Field(default=0, ge=0, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**31, strict=True)
+    validation: ValidationSettings | None = None
+    best_round: Literal["last", "validation", "site_validation"] = "last"
+    patience: int | None = Field(default=None, ge=1, strict=True)
+    test_curve: bool = False
     compare_with_alone: bool = True
     fedbn_version: str | None = None
     continues: ContinuesSettings | None = None
@@ -205,6 +245,34 @@ class Experiment(_Settings):
                     f"give a number above 0 and at most 1, or one for each site, got {share!r}"
                 )
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_version_0_1_wrote_it(cls, content: Any) -> Any:
+        """Fill in what an experiment without a task means, and move what has become a task's."""
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        if "task" not in content:
+            content = _VERSION_0_1 | content | {"task": {"name": "connectome"}}
+            for field, defaults in (("network", _NETWORK_0_1), ("training", _TRAINING_0_1)):
+                if isinstance(content[field], dict):
+                    content[field] = defaults | content[field]
+        if "standardization" in content:
+            task = content["task"]
+            task = task.model_dump() if isinstance(task, Task) else dict(task)
+            content["task"] = task | {"standardization": content.pop("standardization")}
+        return content
+
+    @model_validator(mode="after")
+    def _judged_by_validation(self) -> Experiment:
+        if self.validation is None and (self.best_round != "last" or self.patience is not None):
+            asked = "best_round" if self.best_round != "last" else "patience"
+            raise ValueError(
+                f"{asked} is {getattr(self, asked)!r}, which is judged on validation units; give "
+                'validation, such as {"share": 0.2}'
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
@@ -242,6 +310,11 @@ class Experiment(_Settings):
                 "SGD"
             )
         return self
+
+    @property
+    def validation_share(self) -> float:
+        """Share of the training units that judge the rounds; 0 without any."""
+        return self.validation.share if self.validation else 0.0
 
     def training_share_of(self, site: str) -> float:
         """Return the share of its training subjects that a site trains on."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from fedbn.federation.experiment import (
     ContinuesSettings,
@@ -31,6 +31,7 @@ from fedbn.federation.site_state import (
     load_checkpoint,
     write_json,
 )
+from fedbn.tasks.data import SiteData
 
 INITIAL_WEIGHTS = "initial_weights.pt"
 """The same in the app folder of the job that goes on from it."""
@@ -189,13 +190,14 @@ def seed_state(
     state: SiteState,
     root: Path,
     continues: ContinuesSettings,
+    data: SiteData,
     prepared: Preparation,
     accepted: int | None,
 ) -> Preparation | None:
     """Let a site's new state begin with what the site kept of the run that is continued.
 
     Copies the preparation, the local entries after exactly the saved round (or, of a site that was
-    absent then, the latest before it), and the predictions of the rounds up to it.
+    absent then, the latest before it), and the scores of the rounds up to it.
 
     Parameters
     ----------
@@ -205,6 +207,8 @@ def seed_state(
         Folder with the site's states of all jobs.
     continues
         What is continued.
+    data
+        The site's.
     prepared
         What a new preparation of the site's data gives today.
     accepted
@@ -240,15 +244,15 @@ def seed_state(
         )
     local, number = old.load_local(at_most=continues.after_round)
     check_not_stale(state.site, number, accepted)
-    tensors, facts = old.load_preparation()
-    _check_same_data(state.site, Preparation(**tensors, facts=facts), prepared)
-    facts = {**facts, CONTINUED_FROM: {"job": old.job, "round": number}}
-    state.save_preparation(tensors, facts)
-    for name, arrays in old.load_predictions().items():
+    found = Preparation.from_tensors(*old.load_preparation(), data)
+    _check_same_data(state.site, found, prepared)
+    found.facts[CONTINUED_FROM] = {"job": old.job, "round": number}
+    state.save_preparation(found.tensors(), found.facts)
+    for name, scores in old.load_scores().items():
         if name.startswith("round_") and int(name.removeprefix("round_")) <= continues.after_round:
-            state.save_predictions(name, **arrays)
+            state.save_scores(name, scores)
     state.save_local(local, number)  # last: it is what tells that there is a state
-    return Preparation(**tensors, facts=facts)
+    return found
 
 
 def check_not_stale(site: str, kept: int, accepted: int | None) -> None:
@@ -280,8 +284,8 @@ def _check_same_data(site: str, kept: Preparation, prepared: Preparation) -> Non
             f"site {site!r}: the store has changed since the run that is continued; restore it, or "
             "start a new run from the saved weights"
         )
-    for name in ("train_rows", "test_rows"):
-        if not torch.equal(getattr(kept, name), getattr(prepared, name)):
+    for there, here in zip(kept.split, prepared.split, strict=True):
+        if not np.array_equal(there, here):
             raise SiteStateError(
                 f"site {site!r}: its subjects are split in another way than in the run that is "
                 "continued (fold, seed or training_share differ); start a new run"

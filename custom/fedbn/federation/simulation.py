@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from data_prep.site_store import SiteStore, check_compatible, read_site_store
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.results import run_report, site_report
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, site_report
 from fedbn.federation.server import make_server
 from fedbn.federation.site import RoundResult, Site, make_network
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.tasks.base import Scores
+from fedbn.tasks.data import SiteData
 
 
 @dataclass(frozen=True)
@@ -42,28 +41,27 @@ class FederationResult:
     report: dict[str, Any]
 
 
-def read_stores(
-    root: Path, experiment: Experiment, *, verify: bool = False
-) -> dict[str, SiteStore]:
-    """Read the store of every site of an experiment from ``root/<site>``, and see that they fit.
+def read_sites(root: Path, experiment: Experiment, *, verify: bool = False) -> dict[str, SiteData]:
+    """Read the data of every site of an experiment from ``root/<site>``, and see that they fit.
 
     Parameters
     ----------
     root
-        Folder with one store a site.
+        Folder with one site's data each.
     experiment
-        Names the sites.
+        Names the sites and the task.
     verify
         Also look at every value, as a site's preflight does; it costs a second or two.
 
     Raises
     ------
-    data_prep.site_store.StoreError
-        If one is missing, damaged, or made in another way than the others.
+    fedbn.tasks.data.DataError
+        If a site's are missing or damaged, or made in another way than the others'.
     """
-    stores = {site: read_site_store(root / site, verify=verify) for site in experiment.sites}
-    check_compatible(list(stores.values()))
-    return stores
+    task = experiment.task
+    found = {site: task.read(root / site, site, verify=verify) for site in experiment.sites}
+    task.check_sites({site: data.signature() for site, data in found.items()})
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,9 @@ class Federation:
         Site name to the shared entries that the site receives last.
     facts
         What the algorithm has to tell of each round; empty for a plain mean.
-    predictions
-        Site name, round, and before or after training, to test probabilities (n_test, n_classes).
+    scores
+        Site name, round, and before or after training, to the scores of each part of the units that
+        is scored in every round.
     sent
         Site name to the shared entries that the site sent last.
     losses
@@ -97,7 +96,7 @@ class Federation:
     local: dict[str, dict[str, torch.Tensor]]
     received: dict[str, dict[str, torch.Tensor]]
     facts: list[dict[str, Any]]
-    predictions: dict[str, dict[int, dict[str, np.ndarray]]]
+    scores: dict[str, dict[int, dict[str, dict[str, Scores]]]]
     sent: dict[str, dict[str, torch.Tensor]]
     losses: dict[str, list[list[float]]]
 
@@ -116,7 +115,7 @@ class Federation:
 
 def federate(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
@@ -128,17 +127,17 @@ def federate(
     ----------
     experiment
         What to run.
-    stores
-        Site name to store, for every site of the experiment.
+    data
+        Site name to its data, for every site of the experiment.
     device
         Where every site trains.
     on_round
         Called with the number of each finished round.
     score_rounds
-        Whether every round is scored before and after local training; without it `predictions`
-        stay empty, the weights are the same, and a sixth of the time is saved.
+        Whether every round is scored before and after local training; without it `scores` stay
+        empty, the weights are the same, and a sixth of the time is saved.
     """
-    sites = {name: Site(name, stores[name], experiment, device=device) for name in experiment.sites}
+    sites = {name: Site(name, data[name], experiment, device=device) for name in experiment.sites}
     for site in sites.values():
         site.check_network()
     server = make_server(experiment, *make_network(experiment))
@@ -146,7 +145,7 @@ def federate(
     sent: dict[str, dict[str, torch.Tensor]] = {}
     losses: dict[str, list[list[float]]] = {name: [] for name in sites}
     facts: list[dict[str, Any]] = []
-    predictions: dict[str, dict[int, dict[str, np.ndarray]]] = {name: {} for name in sites}
+    scores: dict[str, dict[int, dict[str, dict[str, Scores]]]] = {name: {} for name in sites}
     for number in range(experiment.rounds):
         server.reset()
         for name, site in sites.items():
@@ -157,7 +156,7 @@ def federate(
             weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
             server.add(name, result.shared, weight)
             if isinstance(result, RoundResult):
-                predictions[name][number] = {
+                scores[name][number] = {
                     BEFORE_TRAINING: result.before,
                     AFTER_TRAINING: result.after,
                 }
@@ -171,7 +170,7 @@ def federate(
         local=local,
         received={name: server.message(name) for name in sites},
         facts=facts,
-        predictions=predictions,
+        scores=scores,
         sent=sent,
         losses=losses,
     )
@@ -179,7 +178,7 @@ def federate(
 
 def run_federation(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
@@ -188,17 +187,17 @@ def run_federation(
 
     Parameters are those of :func:`federate`.
     """
-    federation = federate(experiment, stores, device=device, on_round=on_round)
+    federation = federate(experiment, data, device=device, on_round=on_round)
     reports = {}
-    for name, predictions in federation.predictions.items():
+    for name, rounds in federation.scores.items():
         site = federation.sites[name]
         final = site.evaluate(federation.received[name], federation.local[name])
         finetuned = site.finetune() if experiment.finetune else None
         alone = site.train_alone() if experiment.compare_with_alone else None
-        reports[name] = site_report(site, final, alone, predictions, finetuned=finetuned)
-    rounds = [
+        reports[name] = site_report(site, final, alone, rounds, finetuned=finetuned)
+    of_rounds = [
         {"round": number, "accepted": sorted(reports), "refused": {}, "missing": [], **facts}
         for number, facts in enumerate(federation.facts)
     ]
-    report = run_report(experiment, reports, rounds, federation.shared, transport="in process")
+    report = run_report(experiment, reports, of_rounds, federation.shared, transport="in process")
     return FederationResult(shared=federation.shared, local=federation.local, report=report)

@@ -23,6 +23,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from fedbn.tasks.base import Scores
+
 if sys.platform != "win32":
     import fcntl
 
@@ -311,24 +313,25 @@ class SiteState:
         path = self.finetuned_model_path if finetuned else self.model_path
         self._save(path, COMPLETE_MODEL, tensors, {"facts": dict(facts)})
 
-    def save_predictions(self, name: str, **arrays: np.ndarray) -> None:
-        """Keep the predictions of one round at the site, for metrics and curves."""
+    def save_scores(self, name: str, scores: Mapping[str, Scores]) -> None:
+        """Keep some scores under one name at the site, for metrics and curves."""
         if not _is_plain(name):
-            raise SiteStateError(f"{name!r} cannot name a file of predictions")
-        kept: dict[str, Any] = {key: np.asarray(array) for key, array in arrays.items()}
+            raise SiteStateError(f"{name!r} cannot name a file of scores")
+        kept: dict[str, Any] = {}
+        for key, one in scores.items():
+            kept |= one.arrays(f"{key}/")
         for key, array in kept.items():
             if array.dtype.hasobject:
-                raise SiteStateError(f"predictions {name!r}: array {key!r} holds Python objects")
+                raise SiteStateError(f"scores {name!r}: array {key!r} holds Python objects")
         with atomic_write(self.folder / "predictions" / f"{name}.npz") as file:
             np.savez(file, **kept)
 
-    def load_predictions(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return all kept predictions: name to arrays, sorted by name."""
+    def load_scores(self) -> dict[str, dict[str, Scores]]:
+        """Return all kept scores by name, sorted; none of those that version 0.1 kept."""
         kept = {}
         for path in sorted((self.folder / "predictions").glob("[!.]*.npz")):
             try:
-                with np.load(path, allow_pickle=False) as file:
-                    kept[path.stem] = {name: file[name] for name in file.files}
+                kept[path.stem] = read_scores_file(path)
             except Exception as error:
                 raise SiteStateError(
                     f"site {self.site!r}: predictions file {path} is damaged "
@@ -368,6 +371,14 @@ class SiteState:
                     "delete it to start anew, or run the job it belongs to"
                 )
         return tensors, meta
+
+
+def read_scores_file(path: Path) -> dict[str, Scores]:
+    """Read the scores that a site has kept in one file, by name."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    keys = [key.removesuffix("/units") for key in arrays if key.endswith("/units")]
+    return {key: Scores.from_arrays(arrays, f"{key}/") for key in keys}
 
 
 def network_fingerprint(name: str, state: Mapping[str, torch.Tensor]) -> str:

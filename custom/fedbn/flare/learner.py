@@ -11,26 +11,20 @@ supported; it is what ``nvflare simulator`` jobs with an in-process executor use
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from nvflare.apis.fl_constant import FLMetaKey, ReturnCode
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model_learner import ModelLearner
 from nvflare.app_common.app_constant import ValidateType
 
-from data_prep.site_store import (
-    DESCRIPTION,
-    SiteStore,
-    StoreError,
-    default_data_root,
-    read_site_store,
-)
 from fedbn.federation.devices import (
     DeviceChoice,
     described,
@@ -40,9 +34,16 @@ from fedbn.federation.devices import (
 )
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import check_packages, missing_package
-from fedbn.federation.results import site_report, versions, without_nan
+from fedbn.federation.results import (
+    AFTER_TRAINING,
+    BEFORE_TRAINING,
+    Rounds,
+    site_report,
+    versions,
+    without_nan,
+)
 from fedbn.federation.resume import CONTINUED_FROM, check_not_stale, seed_state
-from fedbn.federation.site import Preparation, Site, make_network
+from fedbn.federation.site import OF_THE_SITE_ALONE, Preparation, Site, make_network
 from fedbn.federation.site_settings import SiteSettings
 from fedbn.federation.site_state import SiteState, SiteStateError, network_fingerprint
 from fedbn.flare.job import (
@@ -62,7 +63,8 @@ from fedbn.flare.job import (
     to_tensors,
 )
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE, to_send
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.tasks.base import Scores
+from fedbn.tasks.data import DataError, SiteData, default_data_root
 
 
 class TaskAbortedError(RuntimeError):
@@ -139,16 +141,20 @@ class FedBNLearner(ModelLearner):
         try:
             return work()
         except Exception as error:
-            sentence = " ".join(self._sentence(error).split()) or type(error).__name__
-            site = f"site {self._site_name()!r}"
-            if site not in sentence:
-                sentence = f"{site}: {sentence}"
+            sentence = self._named(self._sentence(error), error)
+            public = self._named(error.public, error) if isinstance(error, DataError) else sentence
             # No event: a job could have FLARE send it to the server with all that it names.
             self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
-            sentence = redacted(sentence, [*self._folders(), *self._unusual_ids()])
-            return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})
+            public = redacted(public, [*self._folders(), *self._private_names()])
+            return FLModel(metrics={}, meta={REPORT: {ERROR: public}})
+
+    def _named(self, text: str, error: Exception) -> str:
+        """Return one line that says which site it is about."""
+        sentence = " ".join(text.split()) or type(error).__name__
+        site = f"site {self._site_name()!r}"
+        return sentence if site in sentence else f"{site}: {sentence}"
 
     def _sentence(self, error: Exception) -> str:
         """Say what happened; PyTorch's words about a full device are many, and hide what to do."""
@@ -183,15 +189,18 @@ class FedBNLearner(ModelLearner):
         except Exception:
             return str(name)
 
-    def _unusual_ids(self) -> list[str]:
+    def _private_names(self) -> list[str]:
         """Return subject ids that are not in BIDS style, even of a store that cannot be read."""
-        table = self._store_folder(self._site_name()) / "participants.tsv"
-        try:
-            lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-        except OSError:
-            return []
-        ids = {line.split("\t")[0] for line in lines}
-        return [name for name in ids if name and not name.startswith("sub-")]
+        ids: Iterable[str] = []
+        if self._site is not None:
+            ids = self._site.data.private_names()
+        else:
+            table = self._store_folder(self._site_name()) / "participants.tsv"
+            with contextlib.suppress(OSError):
+                lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+                ids = {line.split("\t")[0] for line in lines}
+        # "sub-…" is found by itself, and a short number names nobody: it is in every sentence.
+        return [name for name in ids if not re.fullmatch(r"|sub-.*|[0-9]{1,3}", name)]
 
     def _load_experiment(self) -> Experiment:
         if self._experiment is None:
@@ -226,14 +235,17 @@ class FedBNLearner(ModelLearner):
             if threads is not None:
                 torch.set_num_threads(threads)
             experiment, state = self._load_experiment(), self._load_state()
+            # All values are looked at once, before round 0: it costs a second or two.
+            data = self._read_data(state.site, verify=prepare)
             preparation = None
             if not prepare:
                 tensors, facts = state.load_preparation()
-                preparation = Preparation(**tensors, facts=facts)
+                if facts.get("stamp") != data.stamp():  # a copy, or other content: look at it all
+                    data = self._read_data(state.site, verify=True)
+                preparation = Preparation.from_tensors(tensors, facts, data)
             self._site = Site(
                 state.site,
-                # All values are looked at once, before round 0: it costs a second or two.
-                self._read_store(state.site, verify=prepare),
+                data,
                 experiment,
                 device=self._choose_device().device,
                 preparation=preparation,
@@ -247,15 +259,15 @@ class FedBNLearner(ModelLearner):
         own = None if self._settings is None else self._settings.store
         return own or self._data_root() / site
 
-    def _read_store(self, site: str, *, verify: bool) -> SiteStore:
-        folder = self._store_folder(site)
-        if not (folder / DESCRIPTION).is_file():  # the reader's sentence names what else is there
-            raise StoreError(
-                f"site {site!r}: no site store at {folder}; name this site's own store in "
+    def _read_data(self, site: str, *, verify: bool) -> SiteData:
+        place = self._store_folder(site)
+        if not self._load_experiment().task.has_data(place):
+            raise DataError(
+                f"site {site!r}: no site store at {place}; name this site's own store in "
                 "local/fedbn_site.yml (data), or make one with `python -m data_prep`; "
                 "`fedbn doctor` at the site says more"
             )
-        return read_site_store(folder, verify=verify)
+        return self._load_experiment().task.read(place, site, verify=verify)
 
     def _choose_device(self) -> DeviceChoice:
         if self._device is None:
@@ -298,7 +310,12 @@ class FedBNLearner(ModelLearner):
         site = self._load_site(prepare=True)
         if continues is not None:
             kept = seed_state(
-                state, self._states_root(), continues, site.preparation, self._accepted(model)
+                state,
+                self._states_root(),
+                continues,
+                site.data,
+                site.preparation,
+                self._accepted(model),
             )
             if kept is not None:
                 site.preparation = kept
@@ -331,14 +348,17 @@ class FedBNLearner(ModelLearner):
             site = self._load_site()
         else:
             site = self._prepare(model)
-        self.info(f"site {site.name!r}: {site.partition.describe()}")
+        remarks = site.task.remarks(site.preparation.facts)
+        self.info("; ".join([f"site {site.name!r}: {site.partition.describe()}", *remarks]))
         device = self._choose_device()
         facts = device_facts(device)
         self.info(f"site {site.name!r} trains on {described(facts)}: {device.reason}")
         report = {
             "site": site.name,
-            "signature": site.store.signature(),
-            "facts": {k: v for k, v in site.preparation.facts.items() if k != "store"},
+            "signature": site.data.signature(),
+            "facts": {
+                k: v for k, v in site.preparation.facts.items() if k not in OF_THE_SITE_ALONE
+            },
             **facts,
             "versions": versions(),
             SHARES_AFFINE: self._load_settings().share_affine,
@@ -362,11 +382,12 @@ class FedBNLearner(ModelLearner):
         check_not_stale(state.site, kept, accepted)
         result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
         state.save_local(result.local, number)
-        state.save_predictions(
+        scored = {BEFORE_TRAINING: result.before, AFTER_TRAINING: result.after}
+        state.save_scores(
             f"round_{number:06d}",
-            **{BEFORE_TRAINING: result.before, AFTER_TRAINING: result.after},
+            {f"{when}/{part}": s for when, parts in scored.items() for part, s in parts.items()},
         )
-        before, after = site.quick_metrics(result.before), site.quick_metrics(result.after)
+        before, after = (_followed(site, parts) for parts in scored.values())
         report = {
             "site": site.name,
             BEFORE_TRAINING: before,
@@ -405,15 +426,8 @@ class FedBNLearner(ModelLearner):
             state.save_model(*site.complete_model(), finetuned=True)
         if experiment.compare_with_alone:
             alone = site.train_alone(self._on_alone_round)
-        state.save_predictions(
-            "final", **_present(federated=final, finetuned=finetuned, alone=alone)
-        )
-        rounds = {
-            int(name.removeprefix("round_")): arrays
-            for name, arrays in state.load_predictions().items()
-            if name.startswith("round_")
-        }
-        results = site_report(site, final, alone, rounds, finetuned=finetuned)
+        state.save_scores("final", _present(federated=final, finetuned=finetuned, alone=alone))
+        results = site_report(site, final, alone, _rounds(state), finetuned=finetuned)
         answer = FLModel(metrics={}, meta={REPORT: {"site": site.name, "results": results}})
         if _report(model).get(SEND_AFFINE) is True and self._load_settings().share_affine:
             self.info(f"site {site.name!r} shares its gamma and beta for new hospitals")
@@ -424,7 +438,7 @@ class FedBNLearner(ModelLearner):
         """Score weights that some other workflow sent, with the site's own batch norm."""
         site, state = self._load_site(), self._load_state()
         local, _ = state.load_local()
-        return FLModel(metrics=site.quick_metrics(site.evaluate(to_tensors(model.params), local)))
+        return FLModel(metrics=site.task.follow(site.evaluate(to_tensors(model.params), local)))
 
     def _on_epoch(self, epoch: int, loss: float) -> None:
         if self.is_aborted():
@@ -451,5 +465,24 @@ def _report(model: FLModel) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def _present(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
-    return {name: array for name, array in arrays.items() if array is not None}
+def _present(**scores: Scores | None) -> dict[str, Scores]:
+    return {name: one for name, one in scores.items() if one is not None}
+
+
+def _followed(site: Site, parts: Mapping[str, Scores]) -> dict[str, float]:
+    """Return the numbers of the part of the units that judges the rounds; none without one."""
+    first = next(iter(parts.values()), None)
+    return {} if first is None else site.task.follow(first)
+
+
+def _rounds(state: SiteState) -> Rounds:
+    """Return what the site has kept of its rounds."""
+    rounds: dict[int, dict[str, dict[str, Scores]]] = {}
+    for name, kept in state.load_scores().items():
+        if not name.startswith("round_") or not kept:
+            continue
+        of_round = rounds.setdefault(int(name.removeprefix("round_")), {})
+        for key, scores in kept.items():
+            when, _, part = key.partition("/")
+            of_round.setdefault(when, {})[part] = scores
+    return rounds

@@ -22,10 +22,9 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from data_prep.site_store import signature_differences
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import different_versions
-from fedbn.federation.results import run_report, versions
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, versions
 from fedbn.federation.resume import SIMULATOR_JOB
 from fedbn.federation.run_folder import RESULTS_FILE
 from fedbn.federation.site_state import SiteStateError, write_json
@@ -48,9 +47,7 @@ from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.models.new_site import MIN_WILLING_SITES
 from fedbn.report.tables import render, run_tables
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
 
-QUICK_METRICS = ("window_accuracy", "subject_accuracy", "cross_entropy")
 TABLE_FILE = "results.txt"
 
 
@@ -233,7 +230,7 @@ class FedBNWorkflow(ModelController):
         named = sorted((self.site_of_client[client], client) for client in answers)
         first_site, first_client = named[0]
         for site, client in named[1:]:
-            differences = signature_differences(
+            differences = self.experiment.task.differences(
                 answers[first_client]["signature"], answers[client]["signature"]
             )
             if differences:
@@ -296,7 +293,7 @@ class FedBNWorkflow(ModelController):
         self.fl_ctx.set_prop(ACCEPTED, dict(self.last_accepted), private=True, sticky=False)
         self.save_model(updated)
         self.event(AppEventType.ROUND_DONE)
-        self.info(_progress(record, self.experiment.rounds))
+        self.info(_progress(record, self.experiment.rounds, self.experiment.task.followed[0]))
         free_messages()
         return updated
 
@@ -313,7 +310,10 @@ class FedBNWorkflow(ModelController):
             "dropped_local_entries": {site_of[c]: n for c, n in self.aggregator.dropped.items()},
             "missing": sorted(set(site_of.values()) - set(accepted) - set(refused)),
             "seconds": seconds,
-            "sites": {site: _numbers(report) for site, report in sorted(accepted.items())},
+            "sites": {
+                site: _numbers(report, self.experiment.task.followed)
+                for site, report in sorted(accepted.items())
+            },
         }
 
     def _finish(self, model: FLModel) -> None:
@@ -552,7 +552,7 @@ def _texts(told: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(report: Mapping[str, Any], followed: Sequence[str]) -> dict[str, Any]:
     """Keep a round's numbers of one site, and nothing that it may have added."""
     kept: dict[str, Any] = {}
     for name in ("n_samples", "n_steps", "training_seconds", "seconds"):
@@ -560,7 +560,7 @@ def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
     for name in (BEFORE_TRAINING, AFTER_TRAINING):
         scores = report.get(name)
         scores = scores if isinstance(scores, dict) else {}
-        kept[name] = {key: _number(scores.get(key)) for key in QUICK_METRICS}
+        kept[name] = {key: _number(scores.get(key)) for key in followed}
     losses = report.get("training_loss")
     kept["training_loss"] = [_number(loss) for loss in losses] if isinstance(losses, list) else []
     return kept
@@ -579,16 +579,16 @@ def _why(record: Mapping[str, Any]) -> str:
     return "; ".join(parts) or "no reason is known"
 
 
-def _progress(record: Mapping[str, Any], rounds: int) -> str:
+def _progress(record: Mapping[str, Any], rounds: int, headline: str) -> str:
     """Say in one line how a round went."""
     scores = ", ".join(
-        f"{site} {_shown(numbers[BEFORE_TRAINING]['subject_accuracy'], 2)} "
+        f"{site} {_shown(numbers[BEFORE_TRAINING][headline], 2)} "
         f"(loss {_shown((numbers['training_loss'] or [None])[-1], 3)})"
         for site, numbers in record["sites"].items()
     )
     return (
-        f"round {record['round'] + 1} of {rounds} in {record['seconds']:.1f} s; subject accuracy "
-        f"before training: {scores}"
+        f"round {record['round'] + 1} of {rounds} in {record['seconds']:.1f} s; "
+        f"{headline.replace('_', ' ')} before training: {scores}"
         + (f"; {_why(record)}" if record["refused"] or record["missing"] else "")
     )
 

@@ -1,8 +1,8 @@
 """What a hospital keeps after a run: its complete model as a MONAI bundle.
 
 A bundle is a folder in MONAI's format (docs.monai.io, "MONAI Bundle Specification") that predicts
-without the run, the job and the stores: the shared weights with the site's own batch norm, its
-standardisation as a layer, and all that decides how a connectome is made. It is put together at the
+without the run, the job and the site's data: the shared weights with the site's own batch norm,
+behind what was fitted there, and all that decides what the network takes. It is put together at the
 site and holds the site's batch norm, so it stays there. ::
 
     NYU_model/
@@ -17,11 +17,10 @@ site and holds the site's batch norm, so it stays there. ::
 from __future__ import annotations
 
 import contextlib
-import copy
+import io
 import json
 import logging
-import os
-import shutil
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from data_prep.files import atomic_folder, followed
 from fedbn.core.networks import build_network
 from fedbn.core.normalization import load_entries
 from fedbn.federation.results import weights_digest
@@ -42,8 +43,10 @@ from fedbn.models.bundle_metadata import (
     metadata_schema,
     readme,
 )
-from fedbn.models.site_model import SHARED_FILE, BundleError, KeptModel, SiteFacts
-from fedbn.models.site_network import SiteNetwork
+from fedbn.models.site_model import SHARED_FILE, TASK_0_1, BundleError, KeptModel, SiteFacts
+from fedbn.tasks.base import Task
+from fedbn.tasks.bundling import Bundling, TrainedOn, bundling_of
+from fedbn.tasks.registry import make_task
 
 TOLERANCE = 1e-5
 """How far the logits of a bundle's files may be from those of the model that the site kept."""
@@ -55,7 +58,7 @@ WEIGHTS = Path("models", "model.pt")
 TORCHSCRIPT = Path("models", "model.ts")
 README = Path("docs", "README.md")
 
-_SAMPLES = 64  # connectomes that the files of a bundle are compared on
+_SAMPLES, _NUMBERS = 64, 2**22  # at most, that the files of a bundle are compared on
 
 
 def export_bundle(kept: KeptModel, facts: SiteFacts, out: Path) -> tuple[Path, bool]:
@@ -81,28 +84,21 @@ def export_bundle(kept: KeptModel, facts: SiteFacts, out: Path) -> tuple[Path, b
     ------
     BundleError
         If something else is in the folder, or a check fails.
+    data_prep.files.FileError
+        If it cannot be written; an older bundle is unchanged.
     """
     _check_arguments(kept)
-    there = next(folder for folder in out.absolute().parents if folder.exists())
-    if not there.is_dir():
-        raise BundleError(f"cannot write {out}: {there} is a file; name another place")
-    if out.exists() and not (out.is_dir() and (is_bundle(out) or not any(out.iterdir()))):
+    place = followed(out)
+    if place.is_dir() and any(place.iterdir()) and not is_bundle(place):
         raise BundleError(f"{out} holds something that is not a bundle of fedbn; name a new folder")
-    if foreign := _foreign(out):
+    if foreign := _foreign(place):
         raise BundleError(
             f"the bundle {out} also holds {', '.join(foreign[:5])}, which replacing it would "
             "delete; move that elsewhere, or name a new folder"
         )
-    try:
-        with _temporary(out) as temporary:
-            compiled = _write_files(temporary, kept, facts)
-            _check_files(temporary, kept, compiled)
-            _put_in_place(temporary, out)
-    except OSError as error:
-        raise BundleError(
-            f"cannot write {out}: {error.strerror or error}; free disk space or make the folder "
-            "writable (an older bundle is unchanged)"
-        ) from error
+    with atomic_folder(out, private=True) as folder:
+        compiled = _write_files(folder, kept, facts)
+        _check_files(folder, kept, compiled)
     return out, compiled
 
 
@@ -144,77 +140,43 @@ def _check_arguments(kept: KeptModel) -> None:
     look(kept.network["args"])
 
 
-@contextlib.contextmanager
-def _temporary(out: Path) -> Iterator[Path]:
-    """Make a folder beside the bundle's, which is removed whatever happens."""
-    out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _put_in_place(temporary: Path, out: Path) -> None:
-    """Rename the finished folder; an older bundle steps aside first and is then removed."""
-    out = out.absolute()
-    aside = out.parent / f".{out.name}.replaced-{os.getpid()}"
-    if out.exists():
-        out.rename(aside)
-    try:
-        temporary.rename(out)
-    except OSError:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def _write_files(folder: Path, kept: KeptModel, facts: SiteFacts) -> bool:
+    """Write all files, through memory: PyTorch ends the process where a disk is full."""
     for part in ("configs", "models", "docs"):
         (folder / part).mkdir()
-    state = {name: tensor.contiguous() for name, tensor in kept.model.state_dict().items()}
-    with (folder / WEIGHTS).open("wb") as file:
-        torch.save(state, file)
-    _write_json(folder / METADATA, metadata(kept, facts))
-    _write_json(folder / INFERENCE, inference_config(kept))
-    _write_json(folder / SCHEMA, metadata_schema())
-    compiled = _compile(folder)
-    (folder / README).write_text(readme(kept, facts, compiled=compiled), encoding="utf-8")
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    return compiled
+    weights = io.BytesIO()
+    torch.save({k: tensor.contiguous() for k, tensor in kept.model.state_dict().items()}, weights)
+    (folder / WEIGHTS).write_bytes(weights.getvalue())
+    for path, content in (
+        (METADATA, metadata(kept, facts)),
+        (INFERENCE, inference_config(kept)),
+        (SCHEMA, metadata_schema()),
+    ):
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        (folder / path).write_text(text, encoding="utf-8")
+    script = _compiled(folder)
+    if script is not None:
+        (folder / TORCHSCRIPT).write_bytes(script)
+    page = readme(kept, facts, compiled=script is not None)
+    (folder / README).write_text(page, encoding="utf-8")
+    return script is not None
 
 
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _compile(folder: Path) -> bool:
-    """Have MONAI write the TorchScript file: compiled, else traced, else not at all."""
+def _compiled(folder: Path) -> bytes | None:
+    """Have MONAI make the TorchScript file: compiled, else traced, else not at all."""
     for trace in (False, True):
-        try:
-            with _monai_quiet() as bundle:
-                bundle.ckpt_export(
-                    "network_def",
-                    filepath=str(folder / TORCHSCRIPT),
-                    ckpt_file=str(folder / WEIGHTS),
-                    meta_file=str(folder / METADATA),
-                    config_file=str(folder / INFERENCE),
-                    use_trace=trace,
-                )
-        except OSError:
-            raise
-        except Exception:  # whatever a compiler cannot take
-            (folder / TORCHSCRIPT).unlink(missing_ok=True)
-        else:
-            return True
-    return False
+        script = io.BytesIO()
+        with contextlib.suppress(Exception), _monai_quiet() as bundle:  # what it cannot take
+            bundle.ckpt_export(
+                "network_def",
+                filepath=script,
+                ckpt_file=str(folder / WEIGHTS),
+                meta_file=str(folder / METADATA),
+                config_file=str(folder / INFERENCE),
+                use_trace=trace,
+            )
+            return script.getvalue()
+    return None
 
 
 @contextlib.contextmanager
@@ -234,12 +196,10 @@ def _monai_quiet() -> Iterator[Any]:
 
 def _check_files(folder: Path, kept: KeptModel, compiled: bool) -> None:
     """Compare what the written files compute with the model that the site kept."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(_SAMPLES, len(kept.model.mean), generator=generator)
-    x = kept.model.mean + kept.model.std * noise
+    n = max(2, min(_SAMPLES, _NUMBERS // math.prod(kept.shape)))
+    x = bundling_of(kept.task).example(kept.model, kept.shape, n, seed=0)
     with torch.no_grad():
-        network = copy.deepcopy(kept.model.network).eval()
-        expected = network((x - kept.model.mean) / kept.model.std)
+        expected = kept.model(x)
     with _monai_quiet() as bundle:
         parser = bundle.ConfigParser()
         parser.read_config(str(folder / INFERENCE))
@@ -273,14 +233,20 @@ class Bundle:
     ----------
     path
         The folder.
+    task
+        What the model has learned.
     model
-        In eval mode, on the CPU.
+        The network behind what was fitted at the site; in eval mode, on the CPU.
+    fitted
+        What was fitted.
     facts
         What ``metadata.json`` holds under ``fedbn``.
     """
 
     path: Path
-    model: SiteNetwork
+    task: Task
+    model: nn.Module
+    fitted: dict[str, torch.Tensor]
     facts: dict[str, Any]
 
     @property
@@ -289,19 +255,28 @@ class Bundle:
         return str(self.facts["site"])
 
     @property
-    def signature(self) -> dict[str, Any]:
-        """What a connectome is, as in a store's signature."""
-        signature: dict[str, Any] = self.facts["connectome"]
-        return signature
+    def side(self) -> Bundling:
+        """What the task knows of being asked."""
+        return bundling_of(self.task)
 
     @property
-    def rois(self) -> tuple[tuple[str, str], ...]:
-        """ROI id and name of each node."""
-        return tuple((str(i), str(name)) for i, name in self.signature["rois"])
+    def trained_on(self) -> TrainedOn:
+        """What the model was trained on."""
+        signature, reference = (self.facts[key] for key in self.side.keys)
+        return TrainedOn(self.site, signature, reference)
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the training subjects were made up."""
+        signature = self.trained_on.signature
+        return bool(signature.get("synthetic") or self.facts.get("synthetic"))
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read a bundle; nothing in it is executed, and its weights must be those that were exported.
+    """Read a bundle that fedbn has written, without building anything from its configuration.
+
+    The network is the one that ``metadata.json`` names. Nothing in the bundle is executed, and its
+    weights must be those that were exported.
 
     Raises
     ------
@@ -321,13 +296,15 @@ def read_bundle(path: Path) -> Bundle:
             raise BundleError(
                 f"{path} has the format {facts['format']!r}, this version reads {BUNDLE_FORMAT}"
             )
-        check_facts(facts)
+        task = make_task(facts.get("task") or TASK_0_1)
+        side = bundling_of(task)
+        check_facts(facts, side)
         weights = torch.load(path / WEIGHTS, map_location="cpu", weights_only=True)
-        if len(weights["mean"]) != facts["connectome"]["n_edges"]:
-            raise ValueError(f"the network takes {len(weights['mean'])} edges")
+        fitted = side.fitted_of(weights)
         inner = build_network(facts["network"]["name"], facts["network"]["args"], 0)
-        model = SiteNetwork(inner, len(weights["mean"])).eval()
+        model = side.wrap(inner, fitted).eval()
         load_entries(model, weights)
+        side.check(facts, model)
     except BundleError:
         raise
     except Exception as error:
@@ -340,7 +317,7 @@ def read_bundle(path: Path) -> Bundle:
             f"{path / WEIGHTS} was changed after the export: its checksum is not the one in "
             "metadata.json; export it again"
         )
-    return Bundle(path, model, facts)
+    return Bundle(path, task, model, fitted, facts)
 
 
 def _refuse_other(path: Path) -> None:

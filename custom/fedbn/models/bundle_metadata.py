@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -9,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedbn.core.networks import OWN_NETWORKS
 from fedbn.federation.results import versions, weights_digest
 from fedbn.federation.settings_file import fault
-from fedbn.models.site_model import KeptModel, SiteFacts
-from fedbn.models.site_network import NOTICE, first_batch_norm
-from fedbn.tasks import evaluation
+from fedbn.models.distances import first_batch_norm
+from fedbn.models.site_model import NOTICE, KeptModel, SiteFacts
+from fedbn.tasks.bundling import Bundling, TrainedOn, bundling_of, class_names
 
 BUNDLE_FORMAT = "fedbn-site-model-1"
 THRESHOLD = 0.5
@@ -26,11 +27,9 @@ def inference_config(kept: KeptModel) -> dict[str, Any]:
         "device": "cpu",
         "inputs": [],
         "output_dir": "$@bundle_root + '/predictions'",
-        "network_def": {
-            "_target_": "fedbn.models.site_network.SiteNetwork",
-            "network": {"_target_": _target(kept.network["name"]), **kept.network["args"]},
-            "n_features": len(kept.model.mean),
-        },
+        "network_def": bundling_of(kept.task).target(
+            kept.model, {"_target_": _target(kept.network["name"]), **kept.network["args"]}
+        ),
         "network": "$@network_def.to(@device)",
         "run": ["$run_bundle(@bundle_root, @inputs, @output_dir)"],
     }
@@ -44,9 +43,12 @@ def _target(name: str) -> str:
 
 def metadata(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
     """Return the content of ``metadata.json``: MONAI's keys, and under ``fedbn`` the site's."""
-    n_features = len(kept.model.mean)
+    side, card = bundling_of(kept.task), card_of(kept, facts)
     found = versions()
     layer = first_batch_norm(kept.model)
+    tensor = {"dtype": "float32", "value_range": [], "is_patch_data": False}
+    sizes = {"num_channels": kept.shape[0], "spatial_shape": list(kept.shape[1:])}
+    names = class_names(kept.task)
     return {
         "schema": SCHEMA_URL,
         "version": "1.0.0",
@@ -55,49 +57,26 @@ def metadata(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
         "pytorch_version": found["torch"].split("+")[0],
         "numpy_version": found["numpy"],
         "required_packages_version": {"fedbn": found["fedbn"]},
-        "name": f"Autism from connectomes at {kept.site}",
-        "task": "Classification of a resting-state fMRI connectome: autism or control",
+        "name": card["name"],
+        "task": card["task"],
         "description": (
-            f"The federated network of job {kept.job} with the batch norm and the standardisation "
-            f"of site {kept.site}. {NOTICE}"
+            f"The federated network of job {kept.job} with the batch norm of site {kept.site}, "
+            f"behind what was fitted there; {kept.origin}. {NOTICE}"
         ),
         "authors": f"the federation of job {kept.job}, and site {kept.site}",
         "copyright": f"of site {kept.site} and its federation; not for distribution",
         "intended_use": NOTICE,
         "data_source": f"site {kept.site}'s own subjects; they are not part of the bundle",
-        "data_type": _data_type(kept),
-        "pred_classes": "logits of " + " and ".join(kept.classes),
-        "eval_metrics": _eval_metrics(facts),
+        "data_type": card["data_type"],
+        **({"pred_classes": f"logits of {_listed(names)}"} if names else {}),
+        "eval_metrics": _eval_metrics(kept, facts),
         "references": [
             "Li, X. et al. FedBN: Federated Learning on Non-IID Features via Local Batch "
             "Normalization. ICLR 2021. arXiv:2102.07623"
         ],
         "network_data_format": {
-            "inputs": {
-                "image": {
-                    "type": "series",
-                    "format": "connectome",
-                    "modality": "fMRI",
-                    "num_channels": n_features,
-                    "spatial_shape": [],
-                    "dtype": "float32",
-                    "value_range": [],
-                    "is_patch_data": False,
-                    "channel_def": {"0": "edges in numpy.triu_indices order, not standardised"},
-                }
-            },
-            "outputs": {
-                "pred": {
-                    "type": "probabilities",
-                    "format": "classes",
-                    "num_channels": len(kept.classes),
-                    "spatial_shape": [],
-                    "dtype": "float32",
-                    "value_range": [],
-                    "is_patch_data": False,
-                    "channel_def": {str(k): name for k, name in enumerate(kept.classes)},
-                }
-            },
+            "inputs": {"image": tensor | sizes | card["inputs"]},
+            "outputs": {"pred": tensor | {"spatial_shape": []} | card["outputs"]},
         },
         "fedbn": {
             "format": BUNDLE_FORMAT,
@@ -106,18 +85,22 @@ def metadata(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
             "job": kept.job,
             "origin": kept.origin,
             "finetuned": kept.finetuned,
+            "adaptation": kept.adaptation and _short(kept.adaptation),
             "policy": kept.policy,
             "local_entries": list(kept.local_entries),
             "network": kept.network,
-            "classes": list(kept.classes),
-            "connectome": kept.signature,
-            "scan": facts.scan,
+            "task": kept.task.model_dump(mode="json"),
+            "classes": list(names),
+            side.keys[0]: kept.signature,
+            side.keys[1]: facts.reference,
+            "synthetic": is_synthetic(kept, facts),
             "training": facts.training,
             "experiment": facts.experiment and facts.experiment.model_dump(mode="json"),
             "scores": facts.scores,
-            "threshold": THRESHOLD,
+            "threshold": THRESHOLD if len(names) == 2 else None,
             "site_threshold": facts.site_threshold,
             "distances": facts.distances,
+            "fingerprint": facts.fingerprint,
             "batch_norm_layer": layer and layer[0],
             "weights_sha256": weights_digest(kept.model.state_dict()),
             "versions": found,
@@ -125,21 +108,23 @@ def metadata(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
     }
 
 
-class _Connectome(BaseModel):
-    """What a store's signature states, as far as a prediction needs it."""
+def card_of(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
+    """Return the task's description of a model, which says so where subjects were made up."""
+    trained_on = TrainedOn(kept.site, kept.signature, facts.reference)
+    card = bundling_of(kept.task).card(trained_on, kept.shape)
+    if is_synthetic(kept, facts):
+        card["data_type"] += ", SYNTHETIC subjects"
+    return card
 
-    model_config = ConfigDict(strict=True)
 
-    atlas: str
-    kind: str
-    estimator: str
-    transform: str
-    edge_order: str
-    negative: str
-    window: Annotated[int, Field(ge=3)] | None
-    stride: Annotated[int, Field(ge=1)] | None
-    n_edges: int
-    rois: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+def is_synthetic(kept: KeptModel, facts: SiteFacts) -> bool:
+    """Whether the training subjects were made up."""
+    return any(one and one.get("synthetic") for one in (kept.signature, facts.training))
+
+
+def _short(adaptation: dict[str, Any]) -> dict[str, Any]:
+    """Return how a model was adapted, without what stands elsewhere in the metadata."""
+    return {k: v for k, v in adaptation.items() if k not in ("experiment", "versions", "site")}
 
 
 class _Facts(BaseModel):
@@ -151,16 +136,14 @@ class _Facts(BaseModel):
     job: str
     finetuned: bool
     network: dict[str, Any]
-    connectome: _Connectome
-    scan: dict[str, Any] | None
     experiment: dict[str, Any] | None
-    threshold: float
+    threshold: float | None
     site_threshold: float | None
     distances: dict[str, Annotated[list[float], Field(min_length=3, max_length=3)]] | None
     weights_sha256: str
 
 
-def check_facts(facts: dict[str, Any]) -> None:
+def check_facts(facts: dict[str, Any], side: Bundling) -> None:
     """Refuse facts of a bundle that are not as :func:`metadata` writes them.
 
     Raises
@@ -168,27 +151,23 @@ def check_facts(facts: dict[str, Any]) -> None:
     ValueError
         Naming the first field that is wrong, and why.
     """
-    try:
-        found = _Facts.model_validate(facts)
-    except ValidationError as error:
-        raise ValueError(f"metadata.json, fedbn.{fault(error, facts, _Facts)}") from None
-    n_rois = len(found.connectome.rois)
-    if found.connectome.n_edges != n_rois * (n_rois - 1) // 2:
-        raise ValueError(
-            f"metadata.json states {found.connectome.n_edges} edges for {n_rois} regions"
-        )
+    models: list[type[BaseModel]] = [_Facts, *([side.facts_model] if side.facts_model else [])]
+    for model in models:
+        try:
+            model.model_validate(facts)
+        except ValidationError as error:
+            raise ValueError(f"metadata.json, fedbn.{fault(error, facts, model)}") from None
 
 
-def _data_type(kept: KeptModel) -> str:
-    made_up = ", SYNTHETIC subjects" if kept.signature.get("synthetic") else ""
-    return f"{kept.signature['kind']} connectomes, {kept.signature['atlas']}{made_up}"
-
-
-def _eval_metrics(facts: SiteFacts) -> dict[str, Any]:
+def _eval_metrics(kept: KeptModel, facts: SiteFacts) -> dict[str, Any]:
     if not facts.scores:
         return {}
-    of_subject = facts.scores["subject"]
-    return {name: of_subject.get(name) for name in (*evaluation.METRICS, "n")}
+    of_units = facts.scores[kept.task.levels[0]]
+    return {name: of_units.get(name) for name in (*(m.name for m in kept.task.metrics), "n")}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def metadata_schema() -> dict[str, Any]:
@@ -237,32 +216,26 @@ def metadata_schema() -> dict[str, Any]:
 
 def readme(kept: KeptModel, facts: SiteFacts, *, compiled: bool) -> str:
     """Return the bundle's own page."""
-    signature = kept.signature
-    window = "the whole scan"
-    if signature.get("window"):
-        window = f"windows of {signature['window']} time points, {signature['stride']} apart"
+    card, names = card_of(kept, facts), class_names(kept.task)
     lines = [
         f"# The model of site {kept.site}",
         "",
         f"**{NOTICE}**",
         "",
-        "**It stays at the site.** It holds the site's own batch norm and standardisation, which "
-        "no message of the federation carries.",
+        "**It stays at the site.** It holds the site's own batch norm and what was fitted there, "
+        "which no message of the federation carries.",
         "",
         f"- Job {kept.job}, policy {kept.policy}; {kept.origin}.",
         f"- Network: {kept.network['name']}"
         + (", trained further at this site after the last round." if kept.finetuned else "."),
-        f"- Input: {_data_type(kept)}: {len(kept.model.mean)} edges between "
-        f"{signature['n_rois']} regions, {window}, estimator {signature['estimator']}, "
-        f"transform {signature['transform']}, negative values: {signature['negative']}. "
-        "Not standardised: that is a layer of the network.",
-        f"- Output: logits of {' and '.join(kept.classes)}.",
-        *_readme_scores(facts),
+        f"- Input: {card['input']}.",
+        *([f"- Output: logits of {_listed(names)}."] if names else []),
+        *_readme_scores(kept, facts),
         "",
         "## Use",
         "",
         "```sh",
-        f"fedbn predict --model FOLDER --input SCAN_rois.1D --out {kept.site}_predictions",
+        f"fedbn predict --model FOLDER --input {card['example']} --out {kept.site}_predictions",
         "```",
         "",
         "MONAI's own commands, in this folder (they need `pip install fire jsonschema`):",
@@ -276,7 +249,7 @@ def readme(kept: KeptModel, facts: SiteFacts, *, compiled: bool) -> str:
         "--ckpt_file models/model.pt --meta_file configs/metadata.json "
         "--config_file configs/inference.json",
         "python -m monai.bundle run --meta_file configs/metadata.json "
-        "--config_file configs/inference.json --inputs \"['SCAN_rois.1D']\"",
+        f"--config_file configs/inference.json --inputs \"['{card['example']}']\"",
         "```",
         "",
     ]
@@ -288,26 +261,23 @@ def readme(kept: KeptModel, facts: SiteFacts, *, compiled: bool) -> str:
     return "\n".join(lines)
 
 
-def _readme_scores(facts: SiteFacts) -> list[str]:
+def _readme_scores(kept: KeptModel, facts: SiteFacts) -> list[str]:
     lines = []
     if facts.scores:
-        of_subject = facts.scores["subject"]
-        accuracy, auc = of_subject["accuracy"], of_subject["auc"]
-        lines.append(
-            f"- Held-out subjects: {of_subject['n']}, accuracy {_shown(accuracy)} at a threshold "
-            f"of {THRESHOLD}, AUC {_shown(auc)}."
-        )
+        of_units = facts.scores[kept.task.levels[0]]
+        found = ", ".join(f"{m.title} {_shown(of_units[m.name])}" for m in kept.task.metrics[:3])
+        lines.append(f"- Held-out subjects: {of_units['n']}, {found}.")
     else:
         lines.append("- Its scores are not known: no held-out subject of this site was scored.")
     if facts.site_threshold is not None:
         lines.append(
             f"- Threshold of the best accuracy on the site's training subjects: "
-            f"{facts.site_threshold:.3f}."
+            f"{facts.site_threshold:.3f}; the scores are at {THRESHOLD}."
         )
     if facts.distances is None:
         lines.append(
-            "- Exported without the site's store: it cannot say whether a scan is unlike those it "
-            "was trained on."
+            "- Exported without the site's data: it cannot say whether what it is asked about is "
+            "unlike those it was trained on."
         )
     return lines
 

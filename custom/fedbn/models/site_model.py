@@ -1,8 +1,9 @@
 """The complete model that one site has kept after a run, and what is known about it.
 
-The learner leaves it on the site's disk. Where that file is missing, the shared weights, the site's
-local entries and its standardisation are joined once more. The shared weights alone are refused:
-without a site's batch norm they cannot predict.
+The learner leaves it on the site's disk, and ``fedbn adapt`` makes one for a site that took no
+part. Where that file is missing, the shared weights, the site's local entries and what was fitted
+there are joined once more. The shared weights alone are refused: without a site's batch norm they
+cannot predict.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from data_prep.site_store import SiteStore, StoreError, read_site_store, signature_differences
 from fedbn.core import control_variates
 from fedbn.core.networks import build_network
 from fedbn.core.normalization import load_entries
 from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.federation.results import FINETUNED, FORMAT, without_nan
-from fedbn.federation.site import Preparation, mean_and_std, prepare, store_fingerprint
+from fedbn.federation.site import Preparation, prepare, split_fitted
 from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     LOCAL_ENTRIES,
@@ -33,14 +34,21 @@ from fedbn.federation.site_state import (
     load_checkpoint,
     network_fingerprint,
 )
-from fedbn.models.site_network import SiteNetwork, probabilities_and_distances, quartiles
-from fedbn.tasks import evaluation
-from fedbn.tasks.operating_point import choose_threshold
+from fedbn.models.distances import distances, quartiles
+from fedbn.models.new_site import REPORT_FILE
+from fedbn.tasks.base import Task
+from fedbn.tasks.bundling import bundling_of
+from fedbn.tasks.classification import OWN_THRESHOLD, unit_means
+from fedbn.tasks.data import DataError, Index, SiteData
+from fedbn.tasks.registry import make_task
 
 SHARED_FILE = "FL_global_model.pt"
 """Name of the server's file with the shared weights."""
 
-_STANDARDIZATION = "standardization."
+NOTICE = "Research software, not a medical device: no diagnosis or treatment may rest on it."
+
+TASK_0_1 = {"name": "connectome"}
+"""What a model without a task has learned: version 0.1 knew one."""
 
 
 class BundleError(ValueError):
@@ -55,18 +63,25 @@ class KeptModel:
     ----------
     site, job
         Whose it is.
+    task
+        What it has learned.
     network
         ``{"name": …, "args": …}``, as :func:`fedbn.core.networks.build_network` takes them.
     model
-        The network with its weights behind the site's standardisation, in eval mode.
+        The network with its weights behind what was fitted at the site, in eval mode.
+    fitted
+        What was fitted.
     policy, local_entries
         Which entries are the site's own.
-    classes
-        Names of the two classes.
     signature
-        Of the store: atlas, ROIs and how connectomes are made.
+        Of the data.
+    shape
+        Of one sample.
     finetuned
         Whether it was trained further at the site after the last round.
+    adaptation
+        How it was made for a site that took no part (:func:`fedbn.models.new_site.adapt`); nobody
+        there was trained on. ``None`` for the model of a site that did.
     origin
         What it was put together from, in words.
     folder
@@ -75,19 +90,22 @@ class KeptModel:
 
     site: str
     job: str
+    task: Task
     network: dict[str, Any]
-    model: SiteNetwork
+    model: nn.Module
+    fitted: dict[str, torch.Tensor]
     policy: str
     local_entries: tuple[str, ...]
-    classes: tuple[str, ...]
     signature: dict[str, Any]
+    shape: tuple[int, ...]
     finetuned: bool
+    adaptation: dict[str, Any] | None
     origin: str
     folder: Path
 
 
 def find_kept_model(
-    run: Path, site: str, *, finetuned: bool = False, store: SiteStore | None = None
+    run: Path, site: str, *, finetuned: bool = False, data: Path | None = None
 ) -> KeptModel:
     """Find and read the complete model of one site below a run's folder.
 
@@ -100,9 +118,9 @@ def find_kept_model(
         The site's name in the experiment.
     finetuned
         Take the model after fine-tuning at the site.
-    store
-        Needed only where ``model.pt`` is missing and the model is joined from the shared weights
-        and the site's local entries: it knows what a connectome is.
+    data
+        The site's data, or the folder above. Needed only where ``model.pt`` is missing and the
+        model is joined from the shared weights and the site's local entries.
 
     Raises
     ------
@@ -125,7 +143,7 @@ def find_kept_model(
             f"site {site!r} has no fine-tuned model in {folder}; export without --finetuned, or "
             "run a job with a finetune setting"
         )
-    return _joined(run, folder, site, store)
+    return _joined(run, folder, site, data)
 
 
 def _state_folder(run: Path, site: str) -> Path:
@@ -161,7 +179,7 @@ def _state_folder(run: Path, site: str) -> Path:
 
 
 def _complete(path: Path, site: str, finetuned: bool) -> KeptModel:
-    """Read a complete model, as the learner wrote it."""
+    """Read a complete model, as the learner or ``fedbn adapt`` wrote it."""
     tensors, meta = load_checkpoint(path, COMPLETE_MODEL)
     if meta.get("site") != site:
         raise BundleError(
@@ -169,24 +187,46 @@ def _complete(path: Path, site: str, finetuned: bool) -> KeptModel:
             "exports its own"
         )
     facts = meta["facts"]
-    own = {k: v for k, v in tensors.items() if not k.startswith(_STANDARDIZATION)}
-    mean, std = (tensors[f"{_STANDARDIZATION}{part}"] for part in ("mean", "std"))
-    return KeptModel(
+    origin = f"{path.name}, the complete model that the site kept"
+    adaptation = _adaptation(path, meta)
+    if adaptation is not None:
+        origin = (
+            f"{path.name}, initialised as {adaptation['start']!r} ({adaptation['title']}) for a "
+            f"site that took no part: nobody at {site} was trained on"
+        )
+    own, fitted = split_fitted(tensors)
+    return _kept(
         site=site,
         job=str(meta.get("job")),
+        task=make_task(facts.get("task") or TASK_0_1),
         network=dict(facts["network"]),
-        model=_site_network(facts["network"], own, mean, std),
+        tensors=own,
+        fitted=fitted,
         policy=str(facts["policy"]),
         local_entries=tuple(facts["local entries"]),
-        classes=tuple(facts["classes"]),
         signature=dict(facts["signature"]),
+        recorded=facts.get("sample shape"),
         finetuned=finetuned,
-        origin=f"{path.name}, the complete model that the site kept",
+        adaptation=adaptation,
+        origin=origin,
         folder=path.parent,
     )
 
 
-def _joined(run: Path, folder: Path, site: str, store: SiteStore | None) -> KeptModel:
+def _adaptation(path: Path, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how a model was adapted; version 0.1 kept that beside the model alone."""
+    found = meta["facts"].get("adaptation")
+    with contextlib.suppress(OSError, ValueError):
+        found = found or json.loads((path.parent / REPORT_FILE).read_text(encoding="utf-8"))
+    if isinstance(found, dict) and (found.get("site"), found.get("job")) == (
+        meta["site"],
+        meta["job"],
+    ):
+        return found
+    return None
+
+
+def _joined(run: Path, folder: Path, site: str, place: Path | None) -> KeptModel:
     """Join the shared weights, the site's local entries and its preparation."""
     shared_files = sorted(run.rglob(SHARED_FILE))
     if len(shared_files) != 1:
@@ -194,85 +234,91 @@ def _joined(run: Path, folder: Path, site: str, store: SiteStore | None) -> Kept
             f"site {site!r} has no model.pt in {folder}, and {run} holds {len(shared_files)} files "
             f"{SHARED_FILE} to join its local entries with; give a folder that holds one"
         )
-    if store is None:
+    if place is None:
         raise BundleError(
             f"site {site!r} has no model.pt in {folder}: to join its local entries with "
             f"{SHARED_FILE}, its store is needed too; name its folder with --data"
         )
     shared, meta = load_checkpoint(shared_files[0], SHARED_WEIGHTS)
     network = dict(meta["network"])
+    task = make_task((meta.get("experiment") or {}).get("task") or TASK_0_1)
+    data = task.read(task.find(place, site), site, verify=True)
     fresh = build_network(network["name"], network["args"], 0)
     fingerprint = network_fingerprint(network["name"], fresh.state_dict())
     _, local_meta = load_checkpoint(folder / "local_entries.pt", LOCAL_ENTRIES)
     state = SiteState(folder, job=str(local_meta["job"]), site=site, network=fingerprint)
     local, _ = state.load_local()
-    fitted, facts = state.load_preparation()
+    preparation = Preparation.from_tensors(*state.load_preparation(), data)
     if meta.get("job", state.job) != state.job:
         raise BundleError(
             f"{shared_files[0]} belongs to job {meta['job']!r} and {folder} to {state.job!r}; "
             "join what comes from one run"
         )
-    _check_store(site, store, facts)
+    _check_unchanged(site, data, preparation.facts)
     local, shared = (control_variates.separate(tensors)[0] for tensors in (local, shared))
-    return KeptModel(
+    return _kept(
         site=site,
         job=state.job,
+        task=task,
         network=network,
-        model=_site_network(network, {**shared, **local}, fitted["mean"], fitted["std"]),
+        tensors={**shared, **local},
+        fitted=preparation.fitted,
         policy=str(meta["policy"]),
         local_entries=tuple(local),
-        classes=("control", "autism"),
-        signature=store.signature(),
+        signature=data.signature(),
+        recorded=None,
         finetuned=False,
-        origin="the shared weights, and the local entries and standardisation that the site kept",
+        adaptation=None,
+        origin="the shared weights, and the local entries and what was fitted that the site kept",
         folder=folder,
     )
 
 
-def _site_network(
-    network: Mapping[str, Any],
+def _kept(
+    *,
     tensors: Mapping[str, torch.Tensor],
-    mean: torch.Tensor,
-    std: torch.Tensor,
-) -> SiteNetwork:
+    recorded: list[int] | None,
+    **parts: Any,
+) -> KeptModel:
+    """Build the network behind what was fitted."""
+    side, network = bundling_of(parts["task"]), parts["network"]
     inner = build_network(network["name"], network["args"], 0)
     load_entries(inner, tensors)
-    model = SiteNetwork(inner, len(mean)).eval()
-    with torch.no_grad():
-        model.mean.copy_(mean)
-        model.std.copy_(std)
-    return model
+    model = side.wrap(inner, parts["fitted"]).eval()
+    return KeptModel(model=model, shape=side.shape(model, recorded), **parts)
 
 
-def _check_store(site: str, store: SiteStore, facts: Mapping[str, Any]) -> None:
-    if facts["store"] != store_fingerprint(store):
-        raise StoreError(
-            f"site {site!r}: the store at {store.path} has changed since the run; give the store "
+def _check_unchanged(site: str, data: SiteData, facts: Mapping[str, Any]) -> None:
+    if facts["store"] != data.fingerprint():
+        raise DataError(
+            f"site {site!r}: the store at {data.place} has changed since the run; give the store "
             "that it was trained on"
         )
 
 
-# ------------------------------------------------------------------------- what the store adds
+# -------------------------------------------------------------------------- what the data add
 
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """What is known beside the model; every part may be ``None``, and nothing is of one subject.
+    """What is known beside the model; every part may be ``None``, and nothing is of one unit.
 
     Attributes
     ----------
     experiment
         What was run.
     training
-        Numbers of subjects and samples, and shares of autism.
+        Numbers of units and samples, and shares of the classes.
     scores
-        Subject and window metrics of the held-out subjects.
+        Metrics of each level of the held-out units.
     site_threshold
-        Of the best accuracy on the site's training subjects.
+        Of the best accuracy on the site's training units.
     distances
-        Quartiles of the training subjects' distances, see :mod:`fedbn.models.site_network`.
-    scan
-        What the site's scans were: lengths, and how they were prepared.
+        Quartiles of the training units' distances, see :mod:`fedbn.models.distances`.
+    reference
+        What the site's data were (:meth:`fedbn.tasks.bundling.Bundling.reference`).
+    fingerprint
+        Of the data.
     """
 
     experiment: Experiment | None = None
@@ -280,37 +326,51 @@ class SiteFacts:
     scores: dict[str, Any] | None = None
     site_threshold: float | None = None
     distances: dict[str, list[float]] | None = None
-    scan: dict[str, Any] | None = None
+    reference: dict[str, Any] | None = None
+    fingerprint: str | None = None
 
 
-def site_facts(kept: KeptModel, run: Path, store: SiteStore | None) -> SiteFacts:
-    """Collect the facts of a kept model from the run's folder and the site's store.
+def read_own_data(kept: KeptModel, given: Path, *, required: bool) -> SiteData | None:
+    """Read a site's own data, named themselves or by the folder above.
 
-    With the store, the held-out subjects are scored once more with the model that is exported: a
+    ``None`` if they are not there nor required.
+    """
+    place = kept.task.find(given, kept.site)
+    if not required and not kept.task.has_data(place):
+        return None
+    return kept.task.read(place, kept.site, verify=True)
+
+
+def site_facts(kept: KeptModel, run: Path, data: SiteData | None) -> SiteFacts:
+    """Collect the facts of a kept model from the run's folder and the site's data.
+
+    With the data, the held-out units are scored once more with the model that is exported: a
     ``results.json`` in the run's folder must say the same.
 
     Raises
     ------
-    data_prep.site_store.StoreError
-        If the store is not the one that the model was trained on.
+    fedbn.tasks.data.DataError
+        If the data are not those that the model was trained on.
     BundleError
         If ``results.json`` has other scores.
     """
+    if data is not None:
+        _check_data(kept, data)
+    if kept.adaptation is not None:
+        return _of_adapted(kept, data)
     experiment, reported = _from_run(kept, run)
-    preparation = _preparation(kept, store, experiment)
-    training = None if preparation is None else dict(preparation.facts)
+    preparation = None if data is None else _preparation(kept, data, experiment)
+    training = _kept_facts(kept) if preparation is None else preparation.facts
     if training is not None:
-        training.pop("store")
+        training = {name: value for name, value in training.items() if name != "store"}
     elif reported is not None:
-        training = {k: v for k, v in reported.items() if k.startswith(("n_t", "autism_share"))}
+        training = {k: v for k, v in reported.items() if k.startswith("n_t") or "_share_" in k}
     scores = (
         None if reported is None else reported.get(FINETUNED if kept.finetuned else "federated")
     )
-    if store is not None and preparation is None and experiment is None:
-        return _adapted(kept, store)
-    if store is None or preparation is None:
+    if data is None or preparation is None:
         return SiteFacts(experiment, training, scores)
-    found = _scored(kept.model, store, preparation)
+    found = _scored(kept, data, preparation)
     if scores is not None:
         _check_scores(kept, scores, found["scores"])
     return SiteFacts(experiment=experiment, training=training, **found)
@@ -336,133 +396,115 @@ def _from_run(kept: KeptModel, run: Path) -> tuple[Experiment | None, dict[str, 
     return None, None
 
 
-def _preparation(
-    kept: KeptModel, store: SiteStore | None, experiment: Experiment | None
-) -> Preparation | None:
-    """Return the site's split and standardisation, kept or made once more, if it can be had."""
+def _kept_facts(kept: KeptModel) -> dict[str, Any] | None:
+    """Return what the site has kept of the numbers of its units, if it has."""
     path = kept.folder / "preparation.pt"
-    kept_preparation = None
-    if path.is_file():
-        tensors, meta = load_checkpoint(path, PREPARATION)
-        kept_preparation = Preparation(**tensors, facts=meta["facts"])
-    if store is None:
-        return kept_preparation
-    differences = signature_differences(kept.signature, store.signature())
-    if differences:
-        raise StoreError(
-            f"site {kept.site!r}: the store at {store.path} is not what its model was trained on: "
+    if not path.is_file():
+        return None
+    facts: dict[str, Any] = load_checkpoint(path, PREPARATION)[1]["facts"]
+    return facts
+
+
+def _check_data(kept: KeptModel, data: SiteData) -> None:
+    signature = json.loads(json.dumps(data.signature()))
+    if differences := kept.task.differences(kept.signature, signature):
+        raise DataError(
+            f"site {kept.site!r}: the store at {data.place} is not what its model was trained on: "
             + "; ".join(differences)
         )
-    if store.site != kept.site:
-        raise StoreError(f"site {kept.site!r}: {store.path} is the store of site {store.site!r}")
-    if kept_preparation is not None:
-        _check_store(kept.site, store, kept_preparation.facts)
-        return kept_preparation
+    if data.site != kept.site:
+        raise DataError(f"site {kept.site!r}: {data.place} is the store of site {data.site!r}")
+
+
+def _preparation(
+    kept: KeptModel, data: SiteData, experiment: Experiment | None
+) -> Preparation | None:
+    """Return the site's split and what was fitted, kept or made once more, if it can be had."""
+    path = kept.folder / "preparation.pt"
+    if path.is_file():
+        tensors, meta = load_checkpoint(path, PREPARATION)
+        found = Preparation.from_tensors(tensors, meta["facts"], data)
+        _check_unchanged(kept.site, data, found.facts)
+        return found
     if experiment is None or kept.site not in experiment.sites:
         return None
-    made = prepare(kept.site, store, experiment)
-    check_same_data(kept.site, store, made, kept.model)
+    made = prepare(kept.site, data, experiment)
+    if not same_data(kept.task, data, made.split.train, kept.fitted):
+        raise DataError(
+            f"site {kept.site!r}: the store at {data.place} is not the one that its model was "
+            "trained on"
+        )
     return made
 
 
-def check_same_data(
-    site: str, store: SiteStore, preparation: Preparation, model: SiteNetwork
-) -> None:
-    """Refuse a store whose training subjects have another mean or standard deviation.
-
-    Raises
-    ------
-    data_prep.site_store.StoreError
-        Naming the store.
-    """
-    if not _same_statistics(model, preparation.mean, preparation.std):
-        raise StoreError(
-            f"site {site!r}: the store at {store.path} is not the one that its model was trained on"
-        )
-
-
-def _same_statistics(model: SiteNetwork, mean: torch.Tensor, std: torch.Tensor) -> bool:
-    pairs = ((mean, model.mean), (std, model.std))
-    return all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
-
-
-def _scored(model: SiteNetwork, store: SiteStore, preparation: Preparation) -> dict[str, Any]:
-    """Score the model on the site's held-out subjects, and on its training ones in aggregate."""
-    test_rows, train_rows = preparation.test_rows.numpy(), preparation.train_rows.numpy()
-    owners = store.sample_participant[test_rows]
-    probability, _ = _of_rows(model, store, test_rows)
-    train_scores, reference = _reference(model, store, train_rows)
-    labels, _ = evaluation.subject_scores(
-        store.labels[store.sample_participant[train_rows]], store.sample_participant[train_rows]
+def same_data(
+    task: Task,
+    data: SiteData,
+    units: Index,
+    fitted: Mapping[str, torch.Tensor],
+    fingerprint: str | None = None,
+) -> bool:
+    """Whether a model was trained on these data: by their fingerprint, else by what was fitted."""
+    if fingerprint is not None:
+        return fingerprint == data.fingerprint()
+    again = task.fit(data, units)
+    return bool(fitted) and all(
+        name in again
+        and again[name].shape == value.shape
+        and torch.allclose(again[name], value, 1e-4, 1e-5)
+        for name, value in fitted.items()
     )
+
+
+def _scored(kept: KeptModel, data: SiteData, preparation: Preparation) -> dict[str, Any]:
+    """Score the model on the site's held-out units, and on its training ones in aggregate."""
+    task, split, cpu = kept.task, preparation.split, torch.device("cpu")
+    scores = task.score(kept.model, task.samples(data, split.test, {}, cpu))
+    of_training = task.score(kept.model, task.samples(data, split.train, {}, cpu))
     return {
-        "scores": without_nan(evaluation.evaluate_site(store.labels[owners], probability, owners)),
-        "site_threshold": choose_threshold(labels.astype(np.int64), train_scores),
-        **reference,
+        "scores": without_nan(task.measure(scores)),
+        "site_threshold": task.decisions(of_training).get(OWN_THRESHOLD),
+        **_reference(kept, data, split.train),
     }
 
 
-def _reference(
-    model: SiteNetwork, store: SiteStore, rows: np.ndarray
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the scores of the subjects that a model was fitted on, and what is kept of them."""
-    owners = store.sample_participant[rows]
-    probability, distances = _of_rows(model, store, rows)
-    scores, subjects = evaluation.subject_scores(probability[:, 1], owners)
-    lengths = np.array([store.participants[k].n_timepoints for k in subjects.astype(int)])
-    stated = ("extraction", "repetition_time_s", "atlas_files", "quality_rule")
-    return scores, {
-        "distances": {
-            name: quartiles(evaluation.subject_scores(values, owners)[0])
-            for name, values in distances.items()
-        },
-        "scan": {
-            "n_timepoints": [int(lengths.min()), int(np.median(lengths)), int(lengths.max())],
-            **{key: store.description[key] for key in stated if key in store.description},
-        },
+def _reference(kept: KeptModel, data: SiteData, units: Index) -> dict[str, Any]:
+    """Return what is kept of the units that a model was fitted on."""
+    samples = kept.task.samples(data, units, {}, torch.device("cpu"))
+    found = distances(kept.task, kept.model, samples)
+    return {
+        "distances": {n: quartiles(unit_means(v, samples.owners)[0]) for n, v in found.items()},
+        "reference": bundling_of(kept.task).reference(data, units),
+        "fingerprint": data.fingerprint(),
     }
 
 
-def _adapted(kept: KeptModel, store: SiteStore) -> SiteFacts:
-    """Return the facts of a model that was fitted to all of a new site's scans, without a label."""
-    rows = np.arange(len(store.connectomes))
-    fitted = mean_and_std(store, rows)
-    if not _same_statistics(kept.model, *(torch.from_numpy(v.astype(np.float32)) for v in fitted)):
-        return SiteFacts()
-    _, reference = _reference(kept.model, store, rows)
-    return SiteFacts(training={"n_adaptation_subjects": len(store.participants)}, **reference)
-
-
-def _of_rows(
-    model: SiteNetwork, store: SiteStore, rows: np.ndarray
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Score rows of a store, some hundreds at a time."""
-    probability, distances = [], []
-    for start in range(0, len(rows), 512):
-        one, other = probabilities_and_distances(
-            model, store.connectomes[rows[start : start + 512]]
+def _of_adapted(kept: KeptModel, data: SiteData | None) -> SiteFacts:
+    """Return the facts of a model that was fitted to all of a new site's units, without a label."""
+    assert kept.adaptation is not None
+    experiment = None
+    with contextlib.suppress(ValueError, KeyError):  # of another version of fedbn
+        experiment = Experiment.model_validate(kept.adaptation["experiment"])
+    training = {"n_adaptation_subjects": kept.adaptation.get("n_subjects")}
+    if data is None:
+        return SiteFacts(experiment, training)
+    everyone = np.arange(len(data.units))
+    known = kept.adaptation.get("fingerprint")
+    if not same_data(kept.task, data, everyone, kept.fitted, known):
+        raise DataError(
+            f"site {kept.site!r}: the store at {data.place} is not the one that its model was "
+            "adapted to"
         )
-        probability.append(one)
-        distances.append(other)
-    return np.concatenate(probability), {
-        name: np.concatenate([part[name] for part in distances]) for name in distances[0]
-    }
+    return SiteFacts(experiment, training, **_reference(kept, data, everyone))
 
 
 def _check_scores(kept: KeptModel, reported: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    for level in ("subject", "window"):
-        said, here = reported[level]["accuracy"], found[level]["accuracy"]
+    headline = kept.task.metrics[0]
+    for level in kept.task.levels:
+        said, here = reported[level][headline.name], found[level][headline.name]
         if said is not None and here is not None and abs(said - here) > 1e-9:
             raise BundleError(
-                f"site {kept.site!r}: results.json says a {level} accuracy of {100 * said:.2f} %, "
-                f"but its model reaches {100 * here:.2f} % on the same held-out subjects: they are "
-                "not of one run; nothing was exported"
+                f"site {kept.site!r}: results.json says a {level} {headline.title} of "
+                f"{100 * said:.2f} %, but its model reaches {100 * here:.2f} % on the same "
+                "held-out subjects: they are not of one run; nothing was exported"
             )
-
-
-def read_own_store(root: Path, site: str, *, required: bool) -> SiteStore | None:
-    """Read the store of a site below a data root; ``None`` if it is not there nor asked for."""
-    folder = root / site
-    if not required and not folder.is_dir():
-        return None
-    return read_site_store(folder, verify=True)

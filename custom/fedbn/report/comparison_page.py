@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from data_prep.site_store import SiteStore
-from fedbn.federation.simulation import Federation, federate, read_stores
-from fedbn.federation.site import store_fingerprint
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.simulation import Federation, federate, read_sites
+from fedbn.federation.site import TEST
 from fedbn.report import comparison_tables, figures, held_out, parts, site_models
 from fedbn.report.html import Page, Picture
 from fedbn.report.tables import LOOK, SYNTHETIC
 from fedbn.study import paired
 from fedbn.study.comparison import (
     MACRO,
-    OWN_THRESHOLD,
     ComparisonError,
     Plan,
     Run,
     read_comparison,
 )
 from fedbn.study.methods import method, run_federated
-from fedbn.tasks import evaluation
+from fedbn.tasks.classification import AT_OWN_THRESHOLD
+from fedbn.tasks.data import SiteData
 
 N_DRAWN = len(figures.COLOURS)
 _DRAWN_FIRST = ("fedbn", "fedavg", "singleset", "pooled", "fedavg_threshold", "fedavg_adabn")
@@ -34,7 +34,7 @@ _DECISIONS = (
     ("AUC x 100", "auc"),
     ("accuracy", "accuracy"),
     ("balanced accuracy", "balanced_accuracy"),
-    ("accuracy, own threshold", OWN_THRESHOLD),
+    ("accuracy, own threshold", AT_OWN_THRESHOLD),
     ("sensitivity", "sensitivity"),
     ("specificity", "specificity"),
 )
@@ -84,7 +84,7 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
     parts.made_from(
         page,
         {
-            **parts.settings_facts(summary["experiment"], summary["versions"]),
+            **parts.settings_facts(plan.experiment.model_dump(), summary["versions"]),
             "methods": ", ".join(summary["methods"]),
             "seeds": f"0 to {summary['n_seeds'] - 1}" if summary["n_seeds"] > 1 else "0",
         },
@@ -108,7 +108,7 @@ def operating_point_sentences(summary: Mapping[str, Any]) -> list[str]:
         return []
     reference = summary["methods"][summary["reference"]]["title"]
     found = summary["differences"]["fedbn"][MACRO]["subject"]
-    accuracy, auc, own = (found[name] for name in ("accuracy", "auc", OWN_THRESHOLD))
+    accuracy, auc, own = (found[name] for name in ("accuracy", "auc", AT_OWN_THRESHOLD))
     if None in (accuracy["mean"], auc["mean"], own["mean"]):
         return []
     sentences = [
@@ -160,7 +160,7 @@ def _scores(page: Page, summary: Mapping[str, Any]) -> None:
     page.table(comparison_tables.accuracy_table(summary, "subject"))
     if summary["n_windows"] != summary["n_subjects"]:
         page.table(comparison_tables.accuracy_table(summary, "window"), folded="the same by window")
-    if summary.get(evaluation.AFTER_TRAINING):
+    if summary.get(AFTER_TRAINING):
         page.table(
             comparison_tables.after_training_table(summary),
             folded="before and after the local training of the last round",
@@ -354,10 +354,10 @@ def _curves(
     name: str, names: Sequence[str], federation: Federation, site: str
 ) -> dict[str, figures.Curve]:
     """Return a method's curves by metric, in its colour of the other pictures."""
-    of_site = federation.predictions[site]
-    score = federation.sites[site].quick_metrics
-    before = [score(found[evaluation.BEFORE_TRAINING]) for found in of_site.values()]
-    after = [score(found[evaluation.AFTER_TRAINING]) for found in of_site.values()]
+    of_site = federation.scores[site]
+    follow = federation.sites[site].task.follow
+    before = [follow(found[BEFORE_TRAINING][TEST]) for found in of_site.values()]
+    after = [follow(found[AFTER_TRAINING][TEST]) for found in of_site.values()]
     rounds = np.array(list(of_site))
     return {
         label: figures.Curve(
@@ -377,10 +377,10 @@ def _curves(
 # ----------------------------------------------------------------------------- one run once more
 
 
-def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dict[str, SiteStore]:
-    stores = read_stores(data_root, plan.experiment)
+def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dict[str, SiteData]:
+    stores = read_sites(data_root, plan.experiment)
     for site, store in stores.items():
-        if store_fingerprint(store) != summary["stores"][site]:
+        if store.fingerprint() != summary["stores"][site]:
             raise ComparisonError(
                 f"the data of site {site!r} in {data_root} are not those of the comparison; "
                 "give its folder, or none"
@@ -389,7 +389,7 @@ def _same_stores(data_root: Path, plan: Plan, summary: Mapping[str, Any]) -> dic
 
 
 def _run_again(
-    plan: Plan, stores: Mapping[str, SiteStore], on_step: Callable[[str], None]
+    plan: Plan, stores: Mapping[str, SiteData], on_step: Callable[[str], None]
 ) -> dict[str, Federation]:
     """Run seed 0, fold 0 of the federation to look into, and of the reference beside it."""
     federated = [name for name in plan.methods if method(name).run is run_federated]
@@ -401,7 +401,8 @@ def _run_again(
     runs = {}
     for name in names:
         on_step(f"running {method(name).title} once more (seed 0, fold 0)")
-        runs[name] = federate(plan.experiment_of(Run(name, 0, 0)), stores)
+        experiment = plan.experiment_of(Run(name, 0, 0)).changed(test_curve=True)
+        runs[name] = federate(experiment, stores)
     return runs
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from fedbn.federation.results import AFTER_TRAINING
 from fedbn.report.tables import LOOK, SYNTHETIC, WIDTH
 from fedbn.study import paired
-from fedbn.tasks.evaluation import AFTER_TRAINING
 
 MACRO = "macro"
 _LEVEL = {"subject": "by held-out subject", "window": "by window of held-out subjects"}

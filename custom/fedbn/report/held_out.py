@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fedbn.study.comparison import Plan, Run
+from fedbn.study.comparison import Plan, Run, read_scores
 from fedbn.study.methods import method
 from fedbn.tasks import operating_point
+from fedbn.tasks.classification import called
 
 GRID = np.linspace(0, 1, 1001)
 MIN_IN_BIN = 5
@@ -62,10 +63,10 @@ def of_comparison(
 
 
 def _joined(folds: Sequence[Mapping[str, Any]]) -> HeldOut:
-    scores = [np.array(fold["test"]["scores"]) for fold in folds]
-    called = [of_fold >= fold["threshold"] for of_fold, fold in zip(scores, folds, strict=True)]
-    targets = [np.array(fold["test"]["targets"]) for fold in folds]
-    return HeldOut(*map(np.concatenate, (targets, scores, called)))
+    tests = [read_scores(fold["test"]) for fold in folds]
+    targets, scores = ([one.columns[name] for one in tests] for name in ("target", "p_1"))
+    decided = [called(one) == 1 for one in tests]
+    return HeldOut(*map(np.concatenate, (targets, scores, decided)))
 
 
 def mean_roc(repetitions: Sequence[HeldOut]) -> np.ndarray | None:

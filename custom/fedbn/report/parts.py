@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from data_prep.site_store import SiteStore
 from fedbn.report import edges, figures, site_models
 from fedbn.report.held_out import HeldOut, Scored, mean_roc
 from fedbn.report.html import Page, Picture
 from fedbn.report.site_models import SiteModels
 from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.tasks.data import SiteData
 
 MATRICES_UP_TO = 3
 """Batch-norm layers that get a heat map each; of more, all are rows of one."""
@@ -129,7 +129,7 @@ def convergence_pictures(
 
 
 def site_differences(
-    page: Page, models: SiteModels | None, stores: Mapping[str, SiteStore] | None, why_not: str
+    page: Page, models: SiteModels | None, stores: Mapping[str, SiteData] | None, why_not: str
 ) -> None:
     """Add the section on how different the sites are."""
     page.section("How different the sites are")
@@ -319,20 +319,24 @@ def settings_facts(experiment: Mapping[str, Any], versions: Mapping[str, Any]) -
     """Return what a reader needs to repeat it, by name."""
     training = experiment["training"]
     network = experiment["network"]
-    arguments = ", ".join(f"{name}={value}" for name, value in network["args"].items())
     return {
-        "network": f"{network['name']}({arguments})",
+        "network": _arguments({"name": network["name"], **network["args"]}),
         "rounds": experiment["rounds"],
         "local epochs": training["local_epochs"],
         "batch size": training["batch_size"],
         "optimiser": f"{training['optimizer']}, learning rate {training['learning_rate']:g}, "
         f"weight decay {training['weight_decay']:g}",
         "aggregation weights": experiment["aggregation_weights"],
-        **_share_fact(experiment.get("training_share", 1.0)),
-        "standardisation": experiment["standardization"],
+        **_share_fact(experiment["training_share"]),
+        "task": _arguments(experiment["task"]),
         "folds": experiment["n_folds"],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
+
+
+def _arguments(named: Mapping[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={value}" for name, value in named.items() if name != "name")
+    return f"{named['name']}({arguments})"
 
 
 def _share_fact(share: float | Mapping[str, float]) -> dict[str, str]:

@@ -7,34 +7,28 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedbn.federation.site_state import atomic_write
+from data_prep.files import atomic_file, write_text
 from fedbn.models.bundle import Bundle, is_bundle, read_bundle
-from fedbn.models.prediction import (
-    Prediction,
-    PredictionError,
-    predict_files,
-    strongest,
-    verdict,
-)
-from fedbn.models.site_network import DISTANCES, NOTICE
+from fedbn.models.prediction import Prediction, PredictionError, predict_files, verdict
+from fedbn.models.site_model import NOTICE
+from fedbn.tasks.bundling import class_names
 
 MOST_PICTURES = 10
 
 
 def run_bundle(bundle_root: str, inputs: Sequence[str], output_dir: str) -> Path:
-    """Do what ``python -m monai.bundle run`` asks for: score scans, and write tables and pictures.
+    """Do what ``python -m monai.bundle run`` asks for: score cases, and write tables and pictures.
 
     Parameters are those of ``configs/inference.json``.
     """
     bundle = read_bundle(Path(bundle_root))
     predictions = predict_files(bundle, [Path(name) for name in inputs])
-    return write_predictions(bundle, predictions, Path(output_dir))
+    write_predictions(bundle, predictions, Path(output_dir))
+    return Path(output_dir)
 
 
 def check_out(out: Path) -> None:
-    """Refuse, before any scan is scored, a place that can hold no predictions.
+    """Refuse, before anything is scored, a place that can hold no predictions.
 
     Raises
     ------
@@ -54,11 +48,11 @@ def write_predictions(
     *,
     pictures: int = MOST_PICTURES,
     on_picture: Callable[[], object] = lambda: None,
-) -> Path:
-    """Write ``predictions.tsv``, ``windows.tsv``, ``connections.tsv``, and a picture a scan.
+) -> list[str]:
+    """Write ``predictions.tsv``, a table of the samples, the task's own tables and pictures.
 
-    Every row and every picture says that this is research software. Tables are written whole or
-    not at all.
+    Every row and every picture says that this is research software. Files are written whole or
+    not at all, for this user alone.
 
     Parameters
     ----------
@@ -67,91 +61,119 @@ def write_predictions(
     out
         A folder.
     pictures
-        At most so many, for the first scans.
+        At most so many, for the first cases.
     on_picture
         Called after each.
+
+    Returns
+    -------
+    list of str
+        Names of the tables, and how many pictures there are.
     """
     check_out(out)
-    tables = {
-        "predictions.tsv": [prediction_row(bundle, p) for p in predictions],
-        "windows.tsv": [row for p in predictions for row in _window_rows(bundle, p)],
-        "connections.tsv": [row for p in predictions for row in _connection_rows(bundle, p)],
-    }
+    tables = {"predictions.tsv": [prediction_row(bundle, one) for one in predictions]}
+    for one in predictions:
+        of_case = {f"{_part(bundle)}s.tsv": _part_rows(bundle, one)} if one.scores.parts else {}
+        if one.explanation is not None:
+            of_case |= bundle.side.tables(bundle.trained_on, one.explanation)
+        for name, rows in of_case.items():
+            named = {bundle.side.word: one.case.name}
+            tables.setdefault(name, []).extend(
+                {**named, **row, "notice": notice(bundle)} for row in rows
+            )
     for name, rows in tables.items():
         text = "\n".join("\t".join(cells) for cells in _cells(rows)) + "\n"
-        with atomic_write(out / name) as file:
-            file.write(text.encode())
-    if pictures:
+        write_text(out / name, text, private=True)
+    drawn = [one for one in predictions[:pictures] if one.explanation is not None]
+    for one in drawn:
         from fedbn.report.prediction_picture import prediction_picture
 
-        for prediction in predictions[:pictures]:
-            # A store's participants may be called anything: nothing is written elsewhere.
-            name = re.sub(r"[^\w.-]", "_", prediction.scan.name)
-            with atomic_write(out / f"{name}_connections.png") as file:
-                file.write(prediction_picture(bundle, prediction))
-            on_picture()
-    return out
+        # A unit of some data may be called anything: nothing is written elsewhere.
+        name = re.sub(r"[^\w.-]", "_", one.case.name)
+        with atomic_file(out / f"{name}_connections.png", private=True) as file:
+            file.write(prediction_picture(bundle, one))
+        on_picture()
+    return [*tables, f"{len(drawn)} picture{'' if len(drawn) == 1 else 's'}"]
 
 
 def prediction_row(bundle: Bundle, prediction: Prediction) -> dict[str, Any]:
-    """Return one scan's row of ``predictions.tsv``."""
-    facts, scan = bundle.facts, prediction.scan
-    own = facts["site_threshold"]
+    """Return one case's row of ``predictions.tsv``."""
+    facts, case, side = bundle.facts, prediction.case, bundle.side
     far = {None: "unknown", False: "no", True: "yes"}
+    model = f"{bundle.site}, job {facts['job']}" + ", fine-tuned" * bool(facts["finetuned"])
+    if adaptation := facts.get("adaptation"):
+        model += f", initialised as {adaptation['start']}: nobody at {bundle.site} was trained on"
     return {
-        "scan": scan.name,
-        "probability_autism": prediction.probability,
-        f"class_at_{facts['threshold']:g}": verdict(prediction, facts["threshold"]),
-        "class_at_site_threshold": "n/a" if own is None else verdict(prediction, own),
-        "site_threshold": "n/a" if own is None else own,
-        "n_windows": len(prediction.window_probability),
-        "n_timepoints": scan.n_timepoints,
-        "lowest_window": float(prediction.window_probability.min()),
-        "highest_window": float(prediction.window_probability.max()),
+        side.word: case.name,
+        **answer(bundle, prediction),
+        **(
+            {f"n_{_part(bundle)}s": len(prediction.scores.parts.units)}
+            if prediction.scores.parts
+            else {}
+        ),
+        **case.facts,
+        **_range(bundle, prediction),
         "unlike_training": far[None if prediction.far is None else bool(prediction.far)],
-        **{f"distance_{name}": prediction.distances.get(name, "n/a") for name in DISTANCES},
-        "warnings": "; ".join(scan.warnings) or "none",
-        "diagnosis": scan.diagnosis or "n/a",
-        "in_training": far[scan.in_training],
-        "model": f"{bundle.site}, job {facts['job']}" + (", fine-tuned" * bool(facts["finetuned"])),
-        "notice": _notice(bundle),
+        **{f"distance_{n}": prediction.distances.get(n, "n/a") for n in side.distances_mean},
+        "warnings": "; ".join(case.warnings) or "none",
+        side.target_word: case.target or "n/a",
+        "in_training": far[case.in_training],
+        "model": model,
+        "notice": notice(bundle),
     }
 
 
-def _notice(bundle: Bundle) -> str:
-    made_up = bundle.signature.get("synthetic")
-    return NOTICE + (" Trained on SYNTHETIC subjects." if made_up else "")
+def answer(bundle: Bundle, prediction: Prediction) -> dict[str, Any]:
+    """Return the probability of each class (of two, the second one's), and what it is called."""
+    names, facts = class_names(bundle.task), bundle.facts
+    if not names:
+        return {name: float(value[0]) for name, value in prediction.scores.columns.items()}
+    pairs = list(zip(names, prediction.probability, strict=True))
+    row: dict[str, Any] = {f"probability_{n}": float(p) for n, p in pairs[len(names) == 2 :]}
+    if len(names) > 2:
+        return {**row, "class": verdict(bundle, prediction, None)}
+    threshold, own = facts["threshold"], facts["site_threshold"]
+    return {
+        **row,
+        f"class_at_{threshold:g}": verdict(bundle, prediction, threshold),
+        "class_at_site_threshold": "n/a" if own is None else verdict(bundle, prediction, own),
+        "site_threshold": "n/a" if own is None else own,
+    }
 
 
-def _window_rows(bundle: Bundle, prediction: Prediction) -> list[dict[str, Any]]:
-    scan = prediction.scan
-    return [
-        {
-            "scan": scan.name,
-            "window_start": int(start),
-            "probability_autism": float(probability),
-            "notice": _notice(bundle),
-        }
-        for start, probability in zip(scan.window_start, prediction.window_probability, strict=True)
-    ]
+def _part(bundle: Bundle) -> str:
+    """Return what a sample of a case is called."""
+    return bundle.task.levels[-1]
 
 
-def _connection_rows(bundle: Bundle, prediction: Prediction) -> list[dict[str, Any]]:
-    first, second = np.triu_indices(len(bundle.rois), k=1)
-    return [
-        {
-            "scan": prediction.scan.name,
-            "rank": rank,
-            "roi_1": bundle.rois[first[k]][0],
-            "name_1": bundle.rois[first[k]][1],
-            "roi_2": bundle.rois[second[k]][0],
-            "name_2": bundle.rois[second[k]][1],
-            "log_odds": float(prediction.attribution[k]),
-            "speaks_for": "autism" if prediction.attribution[k] > 0 else "control",
-            "notice": _notice(bundle),
-        }
-        for rank, k in enumerate(strongest(prediction), start=1)
-    ]
+def _range(bundle: Bundle, prediction: Prediction) -> dict[str, float]:
+    if not prediction.scores.parts or not class_names(bundle.task):
+        return {}
+    of_parts = prediction.part_probability[:, shown_class(bundle, prediction)]
+    part = _part(bundle)
+    return {f"lowest_{part}": float(of_parts.min()), f"highest_{part}": float(of_parts.max())}
+
+
+def shown_class(bundle: Bundle, prediction: Prediction) -> int:
+    """Return the class whose probability is shown: of two the second, else the most probable."""
+    two = len(class_names(bundle.task)) == 2
+    return 1 if two else int(prediction.probability.argmax())
+
+
+def notice(bundle: Bundle) -> str:
+    """Return what every row and picture says."""
+    return NOTICE + (" Trained on SYNTHETIC subjects." if bundle.synthetic else "")
+
+
+def _part_rows(bundle: Bundle, prediction: Prediction) -> list[dict[str, Any]]:
+    names = class_names(bundle.task)
+    first = int(len(names) == 2)
+    columns = {name: values.tolist() for name, values in prediction.case.parts.items()}
+    columns |= {
+        f"probability_{names[k]}": prediction.part_probability[:, k].tolist()
+        for k in range(first, len(names))
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _cells(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

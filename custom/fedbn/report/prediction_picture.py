@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 
 from fedbn.models.bundle import Bundle
-from fedbn.models.prediction import Prediction, strongest
-from fedbn.models.site_network import NOTICE
+from fedbn.models.prediction import Prediction
+from fedbn.models.site_model import NOTICE
 from fedbn.report.edges import Edge, coordinates, located
 from fedbn.report.figures import COLOURS, GREY, figure_png
 from fedbn.report.tables import SYNTHETIC
+from fedbn.tasks.connectome.prediction import rois_of
 
 N_BARS = 15
 FOR_AUTISM, FOR_CONTROL = COLOURS[1], COLOURS[0]
 _NAME_WIDTH = 34
+
+Rois = Sequence[tuple[str, str]]
 
 
 def prediction_picture(bundle: Bundle, prediction: Prediction) -> bytes:
@@ -33,25 +36,25 @@ def prediction_picture(bundle: Bundle, prediction: Prediction) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    first, second = np.triu_indices(len(bundle.rois), k=1)
+    rois, found = rois_of(bundle.trained_on), prediction.explanation
+    first, second = np.triu_indices(len(rois), k=1)
     edges = [
-        Edge(int(first[k]), int(second[k]), float(prediction.attribution[k]))
-        for k in strongest(prediction, N_BARS)
+        Edge(int(first[k]), int(second[k]), float(found.values[k])) for k in found.strongest(N_BARS)
     ]
-    on_brain, _ = located(edges, bundle.rois)
+    on_brain, _ = located(edges, rois)
     figure = Figure(figsize=(10, 6.4) if on_brain else (7.6, 6.4))
     FigureCanvasAgg(figure)
     # Left of the axes is room for two names of regions; below is room for what the bars mean.
     bars = figure.add_axes((0.43, 0.24, 0.2, 0.58) if on_brain else (0.57, 0.24, 0.38, 0.58))
-    _draw_bars(bars, bundle, edges)
+    _draw_bars(bars, rois, edges)
     if on_brain:
-        _draw_brain(figure, bundle, on_brain)
+        _draw_brain(figure, rois, on_brain)
     _write_words(figure, bundle, prediction, edges)
     return figure_png(figure)
 
 
-def _draw_bars(axes: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
-    names = [f"{_name(bundle, edge.first)} | {_name(bundle, edge.second)}" for edge in edges]
+def _draw_bars(axes: Any, rois: Rois, edges: Sequence[Edge]) -> None:
+    names = [f"{_name(rois[edge.first])} | {_name(rois[edge.second])}" for edge in edges]
     values = [edge.weight for edge in edges]
     colours = [FOR_AUTISM if value > 0 else FOR_CONTROL for value in values]
     hatches = ["" if value > 0 else "////" for value in values]
@@ -67,12 +70,11 @@ def _draw_bars(axes: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
     axes.set_xlabel("← control      autism →\nadded log odds", fontsize=8)
 
 
-def _name(bundle: Bundle, node: int) -> str:
-    roi_id, name = bundle.rois[node]
-    return textwrap.shorten(name or roi_id, _NAME_WIDTH, placeholder="…")
+def _name(roi: tuple[str, str]) -> str:
+    return textwrap.shorten(roi[1] or roi[0], _NAME_WIDTH, placeholder="…")
 
 
-def _draw_brain(figure: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
+def _draw_brain(figure: Any, rois: Rois, edges: Sequence[Edge]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from nilearn.plotting import plot_connectome
 
@@ -85,7 +87,7 @@ def _draw_brain(figure: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
     top = float(np.abs(matrix).max())
     plot_connectome(
         matrix,
-        np.array([coordinates()[bundle.rois[node]] for node in nodes]),
+        np.array([coordinates()[rois[node]] for node in nodes]),
         figure=figure,
         axes=(0.65, 0.26, 0.34, 0.54),
         display_mode="z",
@@ -101,31 +103,31 @@ def _draw_brain(figure: Any, bundle: Bundle, edges: Sequence[Edge]) -> None:
 def _write_words(
     figure: Any, bundle: Bundle, prediction: Prediction, edges: Sequence[Edge]
 ) -> None:
-    windows = prediction.window_probability
-    title = f"{prediction.scan.name}: probability of autism {prediction.probability:.2f}"
+    windows, found = prediction.part_probability[:, 1], prediction.explanation
+    title = f"{prediction.case.name}: probability of autism {prediction.probability[1]:.2f}"
     if len(windows) > 1:
         title += f" (its {len(windows)} windows {windows.min():.2f} to {windows.max():.2f})"
     figure.text(0.02, 0.955, title, fontsize=11, fontweight="bold")
     lines = [f"Model of site {bundle.site}, job {bundle.facts['job']}."]
-    lines += [f"Warning: {sentence}." for sentence in prediction.scan.warnings]
+    lines += [f"Warning: {sentence}." for sentence in prediction.case.warnings]
     figure.text(
         0.02,
         0.94,
         "\n".join(line for text in lines for line in textwrap.wrap(text, 125)[:2]),
         fontsize=8,
         va="top",
-        color="#8a4b00" if prediction.scan.warnings else "black",
+        color="#8a4b00" if prediction.case.warnings else "black",
     )
     drawn = sum(edge.weight for edge in edges)
-    whole = prediction.log_odds - prediction.baseline_log_odds
+    whole = found.log_odds - found.baseline_log_odds
     explanation = (
         f"What each of the {len(edges)} strongest connections adds to the log odds of autism, "
         f"against the mean training subject of {bundle.site}: integrated gradients (Sundararajan "
         f"et al., 2017), mean over windows. These add up to {drawn:+.2f}; all "
-        f"{len(prediction.attribution)} connections to {whole:+.2f} (log odds "
-        f"{prediction.log_odds:+.2f}, of the mean training subject "
-        f"{prediction.baseline_log_odds:+.2f}). It explains this model, not the subject."
+        f"{len(found.values)} connections to {whole:+.2f} (log odds "
+        f"{found.log_odds:+.2f}, of the mean training subject "
+        f"{found.baseline_log_odds:+.2f}). It explains this model, not the subject."
     )
     figure.text(0.02, 0.085, textwrap.fill(explanation, 150), fontsize=7.5, va="bottom")
-    synthetic = f"{SYNTHETIC.strip()}. " if bundle.signature.get("synthetic") else ""
+    synthetic = f"{SYNTHETIC.strip()}. " if bundle.synthetic else ""
     figure.text(0.02, 0.03, synthetic + NOTICE, fontsize=10, fontweight="bold", color="#8a4b00")

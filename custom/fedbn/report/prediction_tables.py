@@ -8,64 +8,73 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedbn.models.bundle import Bundle
-from fedbn.models.prediction import Prediction, held_out_accuracy, verdict
-from fedbn.report.prediction_files import prediction_row
+from fedbn.models.prediction import Prediction, held_out_accuracy
+from fedbn.report.prediction_files import answer, notice, prediction_row
 
 MOST_ROWS = 40
 
 
 def prediction_table(bundle: Bundle, predictions: Sequence[Prediction]) -> Table:
-    """Return one row a scan, at most :data:`MOST_ROWS`."""
-    threshold, own = bundle.facts["threshold"], bundle.facts["site_threshold"]
+    """Return one row a case, at most :data:`MOST_ROWS`: the columns that lead to a decision."""
     table = Table(
         title=escape(f"Model of site {bundle.site}, job {bundle.facts['job']}"),
         title_justify="left",
         box=None,
         pad_edge=False,
     )
-    table.add_column("scan", overflow="fold")
-    table.add_column("probability\nof autism", justify="right")
-    table.add_column(f"class at\n{threshold:g}")
-    if own is not None:
-        table.add_column(f"class at\n{own:.2f} (own)")
-    table.add_column("windows", justify="right")
-    table.add_column("unlike the\ntraining")
-    for prediction in predictions[:MOST_ROWS]:
-        cells = [
-            escape(prediction.scan.name),
-            f"{prediction.probability:.3f}",
-            verdict(prediction, threshold),
-            *([] if own is None else [verdict(prediction, own)]),
-            str(len(prediction.window_probability)),
-            str(prediction_row(bundle, prediction)["unlike_training"]),
-        ]
-        table.add_row(*cells)
+    rows = [_row(bundle, one) for one in predictions[:MOST_ROWS]]
+    own = bundle.facts["site_threshold"]
+    for name, value in rows[0].items():
+        title = name.replace("probability_", "probability\nof ").replace("class_at_", "class at\n")
+        title = title.replace("site_threshold", f"{own or 0:.2f} (own)")
+        is_number = isinstance(value, int | float)
+        table.add_column(title, overflow="fold", justify="right" if is_number else "left")
+    for row in rows:
+        cells = row.values()
+        table.add_row(*(f"{c:.3f}" if isinstance(c, float) else escape(str(c)) for c in cells))
     return table
+
+
+def _row(bundle: Bundle, prediction: Prediction) -> dict[str, object]:
+    """Return what leads to a decision."""
+    answer_row = answer(bundle, prediction)
+    whole = prediction_row(bundle, prediction)
+    parts = f"{bundle.task.levels[-1]}s"
+    return {
+        bundle.side.word: whole[bundle.side.word],
+        **{k: v for k, v in answer_row.items() if v != "n/a" and k != "site_threshold"},
+        **({parts: whole[f"n_{parts}"]} if f"n_{parts}" in whole else {}),
+        "unlike the\ntraining": whole["unlike_training"],
+    }
 
 
 def prediction_lines(bundle: Bundle, predictions: Sequence[Prediction]) -> list[str]:
     """Return what stands below the table: warnings, accuracy where classes are known, notice."""
-    lines = []
+    word, lines = bundle.side.word, []
     if len(predictions) > MOST_ROWS:
-        lines.append(f"and {len(predictions) - MOST_ROWS} more scans; --out writes all of them")
-    for prediction in predictions[:MOST_ROWS]:
-        lines += [f"{prediction.scan.name}: {sentence}" for sentence in prediction.scan.warnings]
+        lines.append(f"and {len(predictions) - MOST_ROWS} more {word}s; --out writes all of them")
+    for one in predictions[:MOST_ROWS]:
+        lines += [f"{one.case.name}: {sentence}" for sentence in one.case.warnings]
     if bundle.facts["distances"] is None:
         lines.append(
-            "The bundle was exported without the site's store: it cannot say whether a scan is "
+            f"The bundle was exported without the site's data: it cannot say whether a {word} is "
             "unlike those of the training."
         )
-    right, n = held_out_accuracy(predictions, bundle.facts["threshold"])
+    threshold = bundle.facts["threshold"]
+    right, n = held_out_accuracy(bundle, predictions, threshold)
     if n:
+        at = "" if threshold is None else f" at {threshold:g}"
         lines.append(
-            f"held-out subjects: {n}, accuracy {100 * right / n:.1f} % at "
-            f"{bundle.facts['threshold']:g} ({right} right)"
+            f"held-out subjects: {n}, accuracy {100 * right / n:.1f} %{at} ({right} right)"
         )
-    trained = sum(p.scan.in_training is True for p in predictions)
-    unknown = sum(p.scan.in_training is None and p.scan.diagnosis is not None for p in predictions)
+    trained = sum(one.case.in_training is True for one in predictions)
+    unknown = sum(
+        one.case.in_training is None and one.case.target is not None for one in predictions
+    )
     if trained:
-        lines.append(f"{trained} scans are of subjects that the model was trained on")
+        lines.append(f"{trained} {word}s are of subjects that the model was trained on")
     if unknown:
         lines.append(f"of {unknown} subjects it is not known whether the model was trained on them")
-    lines.append(str(prediction_row(bundle, predictions[0])["notice"]))
-    return lines
+    if bundle.facts.get("adaptation"):
+        lines.append(f"The model was made for {bundle.site}: nobody there was trained on.")
+    return [*lines, notice(bundle)]

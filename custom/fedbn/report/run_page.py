@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from data_prep.site_store import SiteStore
 from fedbn.federation.experiment import Experiment, validated
-from fedbn.federation.results import ALONE, FEDERATED, FINETUNED, weights_digest
-from fedbn.federation.simulation import federate, read_stores
-from fedbn.federation.site import Site
-from fedbn.federation.site_state import SiteStateError
+from fedbn.federation.results import (
+    AFTER_TRAINING,
+    ALONE,
+    BEFORE_TRAINING,
+    FEDERATED,
+    FINETUNED,
+    weights_digest,
+)
+from fedbn.federation.simulation import federate, read_sites
+from fedbn.federation.site_state import SiteStateError, read_scores_file
 from fedbn.report import figures, parts, site_models
 from fedbn.report.held_out import HeldOut, Scored
 from fedbn.report.html import Page
@@ -29,7 +34,8 @@ from fedbn.report.tables import (
     gain_table,
     groups_table,
 )
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING, subject_scores
+from fedbn.tasks.base import Scores
+from fedbn.tasks.data import SiteData
 
 _KINDS = (ALONE, FEDERATED, FINETUNED)
 _METRICS = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")
@@ -57,7 +63,7 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     if not results["sites"]:
         raise ValueError(early_end(results) or f"no site was scored in {folder}")
     experiment = validated(results["experiment"], f"the results in {folder}")
-    stores = None if data_root is None else read_stores(data_root, experiment)
+    stores = None if data_root is None else read_sites(data_root, experiment)
     page = Page(
         f"Run of {experiment.name} at {', '.join(results['sites'])}",
         synthetic=bool(results.get("synthetic")),
@@ -106,7 +112,7 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     parts.made_from(
         page,
         {
-            **parts.settings_facts(results["experiment"], results["versions"]),
+            **parts.settings_facts(experiment.model_dump(), results["versions"]),
             "policy": experiment.policy,
             "fold": experiment.fold,
             "seed": experiment.seed,
@@ -210,7 +216,7 @@ def _models(
     folder: Path,
     results: Mapping[str, Any],
     experiment: Experiment,
-    stores: Mapping[str, SiteStore] | None,
+    stores: Mapping[str, SiteData] | None,
     on_step: Callable[[str], None],
 ) -> tuple[SiteModels | None, Scored]:
     """Read the sites' models and predictions, or make them again where the data are given."""
@@ -233,37 +239,35 @@ def _models(
     for name in federation.sites:
         site = federation.sites[name]
         final = site.evaluate(federation.received[name], federation.local[name])
-        scored[FEDERATED][name] = [_held_out(site, final)]
+        scored[FEDERATED][name] = [_held_out(final)]
     return site_models.from_federation(federation, experiment, experiment.sites), scored
 
 
 def _kept_scores(
-    workspace: Path, job: str, models: SiteModels, stores: Mapping[str, SiteStore]
+    workspace: Path, job: str, models: SiteModels, stores: Mapping[str, SiteData]
 ) -> Scored:
     """Join the predictions that the sites have kept with their subjects' classes."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, dict[str, Scores]] = {}
     sites = {}
     for name in models.by_site:
         sites[name] = site_models.checked_site(models, name, stores[name])
         paths = sorted(workspace.rglob(f"{job}/{name}/predictions/final.npz"))
         if not paths:
             return {}
-        with np.load(paths[0], allow_pickle=False) as file:
-            found[name] = {kind: file[kind] for kind in file.files}
-        for kind, probability in found[name].items():
-            if len(probability) != len(sites[name].test_targets):
+        found[name] = read_scores_file(paths[0])
+        for kind, scores in found[name].items():
+            if not np.array_equal(scores.units, np.unique(sites[name].test.owners)):
                 raise SiteStateError(f"{paths[0]}: {kind!r} is not of this fold's samples")
     return {
-        kind: {name: [_held_out(sites[name], kinds[kind])] for name, kinds in found.items()}
+        kind: {name: [_held_out(kinds[kind])] for name, kinds in found.items()}
         for kind in _KINDS
         if all(kind in kinds for kinds in found.values())
     }
 
 
-def _held_out(site: Site, probability: np.ndarray) -> HeldOut:
-    scores, _ = subject_scores(probability[:, 1], site.test_participants)
-    targets, _ = subject_scores(site.test_targets, site.test_participants)
-    return HeldOut(targets.astype(np.int64), scores, scores >= 0.5)
+def _held_out(scores: Scores) -> HeldOut:
+    positive = scores.columns["p_1"]
+    return HeldOut(scores.columns["target"], positive, positive >= 0.5)
 
 
 def _auc(results: Mapping[str, Any], site: str, kind: str) -> float | None:

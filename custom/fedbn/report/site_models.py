@@ -20,10 +20,12 @@ from data_prep.site_store import SiteStore, StoreError
 from fedbn.core.normalization import Partition, entries, load_entries
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation
-from fedbn.federation.site import Site, make_network
+from fedbn.federation.site import Site, make_network, split_fitted
 from fedbn.federation.site_state import COMPLETE_MODEL, SiteStateError, load_checkpoint
+from fedbn.study.methods import tensors as in_memory
+from fedbn.tasks.connectome.task import rows_of
+from fedbn.tasks.data import SiteData
 
-STANDARDIZATION = "standardization."
 _CHUNK = 512
 
 
@@ -85,12 +87,11 @@ def from_workspace(workspace: Path, experiment: Experiment, job: str) -> SiteMod
         if not paths:
             continue
         tensors, meta = load_checkpoint(paths[0], COMPLETE_MODEL)
-        own = {k: v for k, v in tensors.items() if not k.startswith(STANDARDIZATION)}
+        own, fitted = split_fitted(tensors)
         if set(own) != names or meta.get("site") != site:
             raise SiteStateError(f"{paths[0]} is not the model of site {site!r} in this run")
         by_site[site] = own
-        mean, std = (tensors[f"{STANDARDIZATION}{part}"] for part in ("mean", "std"))
-        standardization[site] = (mean, std)
+        standardization[site] = (fitted["mean"], fitted["std"])
         signature = meta["facts"]["signature"]
     if signature is None:
         return None
@@ -108,16 +109,13 @@ def from_federation(
     for name in sites:
         site = federation.load(name)
         by_site[name] = entries(site.network, tuple(site.network.state_dict()))
-        standardization[name] = (site.preparation.mean, site.preparation.std)
+        fitted = site.preparation.fitted
+        standardization[name] = (fitted["mean"], fitted["std"])
     any_site = next(iter(federation.sites.values()))
-    return SiteModels(
-        experiment,
-        any_site.partition,
-        by_site,
-        standardization,
-        any_site.store.rois,
-        str(any_site.store.description["atlas"]),
-    )
+    store = any_site.data
+    assert isinstance(store, SiteStore)
+    atlas = str(store.description["atlas"])
+    return SiteModels(experiment, any_site.partition, by_site, standardization, store.rois, atlas)
 
 
 # ---------------------------------------------------------------------- distance of batch norms
@@ -202,7 +200,7 @@ class Embedding:
     between: float
 
 
-def embeddings(models: SiteModels, stores: Mapping[str, SiteStore]) -> list[Embedding]:
+def embeddings(models: SiteModels, stores: Mapping[str, SiteData]) -> list[Embedding]:
     """Embed the subjects' mean connectomes, and what goes into and comes out of the first layer.
 
     Every site's samples go through its own network, in eval mode; a subject is the mean of its
@@ -223,24 +221,26 @@ def embeddings(models: SiteModels, stores: Mapping[str, SiteStore]) -> list[Embe
         site = checked_site(models, name, stores[name])
         for values, of_stage in zip(_of_site(site), stages.values(), strict=True):
             of_stage.append(values)
-        owner.append(np.full(len(site.store.participants), k))
+        owner.append(np.full(len(site.data.units), k))
     return [
         _embedded(title, np.concatenate(of_sites), np.concatenate(owner))
         for title, of_sites in stages.items()
     ]
 
 
-def checked_site(models: SiteModels, name: str, store: SiteStore) -> Site:
+def checked_site(models: SiteModels, name: str, store: SiteData) -> Site:
     """Return a site with its model loaded, if this store is what the model was trained on."""
     site = Site(name, store, models.experiment)
     mean, std = models.standardization[name]
+    fitted = site.preparation.fitted
     same = all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in ((site.preparation.mean, mean), (site.preparation.std, std))
+        for a, b in ((fitted["mean"], mean), (fitted["std"], std))
     )
     if not same:
         raise StoreError(
-            f"site {name!r}: the store at {store.path} is not the one that its model was trained on"
+            f"site {name!r}: the store at {store.place} is not the one that its model was trained "
+            "on"
         )
     load_entries(site.network, models.by_site[name])
     return site
@@ -254,8 +254,12 @@ def _of_site(site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     def keep(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         seen.append((_flat(inputs[0]), _flat(output)))
 
-    rows = torch.cat([site.preparation.train_rows, site.preparation.test_rows]).numpy()
-    inputs = torch.cat([site.training_data[0], site.test_inputs])
+    train, test = in_memory(site.train_samples), in_memory(site.test)
+    store = site.data
+    assert isinstance(store, SiteStore)
+    split = site.preparation.split
+    rows = np.concatenate([rows_of(store, split.train), rows_of(store, split.test)])
+    inputs = torch.cat([train.inputs, test.inputs])
     handle = layer.register_forward_hook(keep)
     site.network.eval()
     try:
@@ -265,9 +269,9 @@ def _of_site(site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     finally:
         handle.remove()
     before, after = (torch.cat(part).double().cpu().numpy() for part in zip(*seen, strict=True))
-    owners = site.store.sample_participant[rows]
+    owners = store.sample_participant[rows]
     return (
-        _mean_of_subjects(site.store.connectomes[rows].astype(np.float64), owners),
+        _mean_of_subjects(store.connectomes[rows].astype(np.float64), owners),
         _mean_of_subjects(before, owners),
         _mean_of_subjects(after, owners),
     )

@@ -10,8 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fedbn.federation.results import ALONE, FEDERATED, FINETUNED
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.results import AFTER_TRAINING, ALONE, BEFORE_TRAINING, FEDERATED, FINETUNED
 
 SYNTHETIC = "SYNTHETIC COHORT, no patient's data\n"
 WIDTH = 80

@@ -19,16 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from fedbn.federation.results import AFTER_TRAINING
 from fedbn.study.comparison import (
     IDENTITY_FILE,
-    LEVELS,
-    METRICS,
     RESULTS_FILE,
     SUMMARY_FILE,
     read_comparison,
     score_record,
 )
-from fedbn.tasks.evaluation import AFTER_TRAINING
+from fedbn.tasks.base import Task
 
 TRACKERS = ("mlflow",)
 STORE_FILE = "mlflow.db"
@@ -75,12 +74,12 @@ def track(folder: Path) -> str:
     client = MlflowClient(tracking_uri=store)
     experiment = _experiment(client, (folder / ARTEFACTS_FOLDER).resolve().as_uri())
     key = _digest(summary)
-    parent = _found(client, experiment, "fedbn.study.comparison", key)
+    parent = _found(client, experiment, "fedbn.comparison", key)
     if parent is not None and parent.info.status == "FINISHED":
         return store
     if parent is None:
         name = f"{len(plan.methods)} methods, {plan.n_seeds} seeds"
-        parent = _begin(client, experiment, name, {"fedbn.study.comparison": key})
+        parent = _begin(client, experiment, name, {"fedbn.comparison": key})
     parent_id = parent.info.run_id
     _log(client, parent_id, _parameters(summary), _summary_metrics(summary))
     for run, record in records.items():
@@ -92,7 +91,12 @@ def track(folder: Path) -> str:
             name = f"{run.method}, seed {run.seed}, fold {run.fold}"
             child = _begin(client, experiment, name, tags)
         parameters = {"method": run.method, "seed": run.seed, "fold": run.fold}
-        _log(client, child.info.run_id, parameters, _run_metrics(score_record(run, record)))
+        _log(
+            client,
+            child.info.run_id,
+            parameters,
+            _run_metrics(plan.task, score_record(plan.task, run, record)),
+        )
         client.set_terminated(child.info.run_id)
     for name in _FILES:
         if (folder / name).is_file():
@@ -168,7 +172,7 @@ def _summary_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _run_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+def _run_metrics(task: Task, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return ``site/level/metric`` of one run, and the mean over sites where it is defined.
 
     What a site's network scored after its local epochs of the last round is below
@@ -177,10 +181,10 @@ def _run_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for is_after, prefix in ((False, ""), (True, f"{AFTER_TRAINING}/")):
         scored = [row for row in rows if (row["when"] == AFTER_TRAINING) == is_after]
-        for level in LEVELS:
-            for metric in METRICS:
-                name = f"{level}/{metric}"
-                values = {row["site"]: float(row[f"{level}_{metric}"]) for row in scored}
+        for level in task.levels:
+            for metric in task.metrics:
+                name = f"{level}/{metric.name}"
+                values = {row["site"]: float(row[f"{level}_{metric.name}"]) for row in scored}
                 defined = {site: value for site, value in values.items() if not math.isnan(value)}
                 metrics |= {f"{prefix}{site}/{name}": value for site, value in defined.items()}
                 if defined:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fedbn.tasks.evaluation import subject_scores
+from fedbn.tasks.classification import unit_means
 
 Scorer = Callable[[torch.Tensor], np.ndarray]
 """Samples (n, n_edges) to probabilities (n, 2)."""
@@ -180,7 +180,7 @@ class _RidgeSite:
         """Return the sum of the squared errors of the held-out subjects' scores."""
         rows = self._held_out
         values = (self._inputs[rows] @ weights + offset).clamp(0, 1).numpy()
-        scores, which = subject_scores(values, self._owner[rows])
+        scores, which = unit_means(values, self._owner[rows])
         return float(np.sum((scores - self._classes[which]) ** 2))
 
 
@@ -306,9 +306,7 @@ def choose_penalty(
         train_rows = np.flatnonzero(np.isin(owner, train))
         test_rows = np.flatnonzero(np.isin(owner, test))
         for k, penalty in enumerate(PENALTIES):
-            of_subject, which = subject_scores(
-                scores(train_rows, test_rows, penalty), owner[test_rows]
-            )
+            of_subject, which = unit_means(scores(train_rows, test_rows, penalty), owner[test_rows])
             errors[k, which] = (of_subject - classes[which]) ** 2
     return PENALTIES[int(errors.mean(axis=1).argmin())]
 

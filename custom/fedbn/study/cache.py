@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.site_store import SiteStore
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import versions
-from fedbn.federation.site import store_fingerprint
 from fedbn.federation.site_state import write_json
+from fedbn.tasks.data import SiteData
 
 RUNS_FOLDER = "runs"
 """Folder with one file a unit."""
@@ -29,6 +28,7 @@ _OF_A_UNIT = (
     "fold",
     "seed",
     "compare_with_alone",
+    "test_curve",
     "fedbn_version",
     "continues",
 )
@@ -36,7 +36,7 @@ _OF_A_UNIT = (
 
 def in_common(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     packages: Sequence[str],
     without: Collection[str] = (),
@@ -47,8 +47,8 @@ def in_common(
     ----------
     experiment
         Any unit's; what units replace is left out.
-    stores
-        Site name to store.
+    data
+        Site name to its data.
     packages
         Names whose versions decide the numbers, as
         :func:`fedbn.federation.results.versions` has them.
@@ -62,7 +62,7 @@ def in_common(
     found = versions()
     return {
         "experiment": settings,
-        "stores": {site: store_fingerprint(stores[site]) for site in sorted(stores)},
+        "stores": {site: data[site].fingerprint() for site in sorted(data)},
         "versions": {name: found[name] for name in packages},
     }
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -34,30 +34,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.site_store import SiteStore
 from fedbn.core.networks import build_network, head_entries
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.results import without_nan
-from fedbn.federation.simulation import Federation, read_stores
-from fedbn.federation.site import Site, make_network, prepare, store_fingerprint
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, without_nan
+from fedbn.federation.simulation import Federation, read_sites
+from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.study import cache, paired
 from fedbn.study.method import FederatedRunner, Outcome
-from fedbn.study.methods import method, own_threshold
-from fedbn.tasks import evaluation, operating_point
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.study.methods import method
+from fedbn.tasks.base import Scores, Task
+from fedbn.tasks.classification import OWN_THRESHOLD, THRESHOLD, two_class_scores
+from fedbn.tasks.data import SiteData
 
-FORMAT = "fedbn-comparison-2"
-_READABLE = (FORMAT, "fedbn-comparison-1")  # the first one has no training loss, and no `when`
+FORMAT = "fedbn-comparison-3"
+_READABLE = (FORMAT, "fedbn-comparison-2", "fedbn-comparison-1")
 IDENTITY_FILE = "comparison.json"
 RESULTS_FILE = "results.csv"
 SUMMARY_FILE = "summary.json"
-LEVELS = ("subject", "window")
 MACRO, WEIGHTED = "macro", "weighted"
-OWN_THRESHOLD = "accuracy_own_threshold"
-METRICS = (*evaluation.METRICS, "brier", OWN_THRESHOLD)
-"""Of each row and level. All but ``brier`` are better if higher."""
-
 FINAL = "final"
 """When a row is scored whose method ends otherwise than with averaged weights."""
 
@@ -113,6 +108,11 @@ class Plan:
             for fold in range(self.experiment.n_folds)
             for name in self.methods
         ]
+
+    @property
+    def task(self) -> Task:
+        """What all methods learn."""
+        return self.experiment.task
 
     def experiment_of(self, run: Run) -> Experiment:
         """Return the experiment of one unit of work, its sites in the order of their names."""
@@ -215,11 +215,11 @@ def compare(
     ------
     ComparisonError
         If `out` holds something else, or a run fails.
-    data_prep.site_store.StoreError
+    fedbn.tasks.data.DataError
         If a store is missing, damaged, or made in another way than the others, or does not fit the
         network or the share of training subjects.
     """
-    stores = read_stores(data_root, plan.experiment, verify=True)
+    stores = read_sites(data_root, plan.experiment, verify=True)
     identity = _identity(plan.experiment, stores)
     if not (out / IDENTITY_FILE).is_file():
         _check_fit(plan, stores)
@@ -238,8 +238,10 @@ def compare(
             Unit(run, plan.experiment_of(run), _record_path(out, run, keys[run]), keys[run])
             for run in missing
         ]
-        tasks = [Task(together, data_root, identity["stores"]) for together in _together(units)]
-        for done, run in enumerate(_execute(tasks, processes), start=len(records) + 1):
+        groups = [
+            WorkGroup(together, data_root, identity["stores"]) for together in _together(units)
+        ]
+        for done, run in enumerate(_execute(groups, processes), start=len(records) + 1):
             record = _read_record(_record_path(out, run, keys[run]), keys[run])
             if record is None:
                 raise ComparisonError(f"{_named(run)}: its file cannot be read back")
@@ -247,31 +249,31 @@ def compare(
             if on_run is not None:
                 on_run(done, len(keys))
     ordered = {run: records[run] for run in plan.runs}
-    rows = [row for run, record in ordered.items() for row in score_record(run, record)]
+    rows = [row for run, record in ordered.items() for row in score_record(plan.task, run, record)]
     _write_csv(out / RESULTS_FILE, rows)
-    synthetic = any(store.is_synthetic for store in stores.values())
+    synthetic = any(store.synthetic for store in stores.values())
     summary = summarise(plan, rows, ordered, identity, synthetic=synthetic)
     write_json(out / SUMMARY_FILE, summary)
     return summary
 
 
-def _check_fit(plan: Plan, stores: Mapping[str, SiteStore]) -> None:
+def _check_fit(plan: Plan, stores: Mapping[str, SiteData]) -> None:
     """See that every site can be split as asked and that its samples fit the network."""
     for fold in range(plan.experiment.n_folds):
-        unscaled = plan.experiment.changed(seed=0, fold=fold, standardization="none")
-        for name, store in stores.items():
-            prepare(name, store, unscaled)
+        settings = plan.experiment.changed(seed=0, fold=fold)
+        for store in stores.values():
+            settings.task.split(store, settings)
     with_network = [name for name in plan.methods if method(name).has_network]
     if with_network:
-        settings = plan.experiment_of(Run(with_network[0], 0, 0)).changed(standardization="none")
-        smallest = min(stores, key=lambda name: len(stores[name].connectomes))
+        settings = plan.experiment_of(Run(with_network[0], 0, 0))
+        smallest = min(stores, key=lambda name: sum(u.n_samples for u in stores[name].units))
         Site(smallest, stores[smallest], settings).check_network()
 
 
 # ------------------------------------------------------------------------------------ the folder
 
 
-def _identity(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Any]:
+def _identity(experiment: Experiment, stores: Mapping[str, SiteData]) -> dict[str, Any]:
     """Return what all runs of one folder have in common."""
     common = cache.in_common(experiment, stores, packages=_DECIDE_NUMBERS)
     common["experiment"]["training"]["proximal_mu"] = 0.0  # the method's own
@@ -290,7 +292,13 @@ def _record_path(out: Path, run: Run, key: str) -> Path:
 
 def _read_record(path: Path, key: str) -> dict[str, Any] | None:
     """Read one run's file; ``None`` if it has to be run again."""
-    return cache.read_unit(path, key, "sites")
+    record = cache.read_unit(path, key, "sites")
+    if record is not None:
+        record["sites"] = {
+            site: content if "n_train" in content else _from_earlier_format(content)
+            for site, content in record["sites"].items()
+        }
+    return record
 
 
 # ----------------------------------------------------------------------------------- units of work
@@ -307,7 +315,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkGroup:
     """Runs that one process does one after the other; all begin with the same federation, if any.
 
     Attributes
@@ -337,16 +345,16 @@ def _together(units: Iterable[Unit]) -> list[tuple[Unit, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _execute(tasks: Sequence[Task], processes: int) -> Iterable[Run]:
-    """Do tasks in several processes; yield each run when its file is there."""
+def _execute(groups: Sequence[WorkGroup], processes: int) -> Iterable[Run]:
+    """Do the work in several processes; yield each run when its file is there."""
     context = multiprocessing.get_context("spawn")
-    workers = max(1, min(processes, len(tasks)))
+    workers = max(1, min(processes, len(groups)))
     stop = context.Event()
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_worker, initargs=(stop,)
     ) as pool:
         with _without_interrupts():
-            futures = {pool.submit(_do, task): task for task in tasks}
+            futures = {pool.submit(_do, group): group for group in groups}
         try:
             for future in as_completed(futures):
                 future.result()
@@ -392,18 +400,18 @@ def _end_after(wait: Callable[[], object]) -> None:
 
 
 @functools.cache
-def _stores(data_root: Path, sites: tuple[str, ...]) -> dict[str, SiteStore]:
+def _stores(data_root: Path, task: Task, sites: tuple[str, ...]) -> dict[str, SiteData]:
     """Read the stores once a process."""
-    return read_stores(data_root, Experiment(sites=sites))
+    return {site: task.read(data_root / site, site) for site in sites}
 
 
-def _do(task: Task) -> None:
+def _do(work: WorkGroup) -> None:
     federation: Federation | None = None
-    for unit in task.units:
+    for unit in work.units:
         run, experiment = unit.run, unit.experiment
-        stores = _stores(task.data_root, experiment.sites)
+        stores = _stores(work.data_root, experiment.task, experiment.sites)
         for site, store in stores.items():
-            if store_fingerprint(store) != task.fingerprints[site]:
+            if store.fingerprint() != work.fingerprints[site]:
                 raise ComparisonError(f"the data of site {site!r} changed during the comparison")
         runner = method(run.method).run
         try:
@@ -431,22 +439,15 @@ def _named(run: Run) -> str:
 def make_record(outcome: Outcome) -> dict[str, Any]:
     """Return all that a later analysis needs of one run at one site, without a subject's id.
 
-    Subjects are numbered within the run's test and training part. Numbers are Python's, which JSON
-    keeps to the last bit.
+    Units are numbered within the run's held-out ones. Numbers are Python's, which JSON keeps to the
+    last bit.
     """
-    record = _scores(outcome)
-    for part, owners, targets in (
-        ("test", outcome.test_participants, outcome.test_targets),
-        ("train", outcome.train_participants, outcome.train_targets),
-    ):
-        subjects, number = np.unique(owners, return_inverse=True)
-        of_subject = np.zeros(len(subjects), dtype=np.int64)
-        of_subject[number] = targets
-        record[part]["targets"] = of_subject.tolist()
-        if part == "test":
-            record[part]["window_subjects"] = number.tolist()
+    record: dict[str, Any] = {
+        "n_train": len(outcome.train.units),
+        "test": _scores_record(outcome.test),
+    }
     if outcome.after_training is not None:
-        record[AFTER_TRAINING] = _scores(outcome.after_training)
+        record[AFTER_TRAINING] = {"test": _scores_record(outcome.after_training.test)}
     if outcome.training_loss is not None:
         record["training_loss"] = outcome.training_loss
     if outcome.facts is not None:
@@ -454,23 +455,51 @@ def make_record(outcome: Outcome) -> dict[str, Any]:
     return record
 
 
-def _scores(outcome: Outcome) -> dict[str, Any]:
-    """Return thresholds and scores, subjects in the order of their numbers."""
-    test, train = outcome.test_probability[:, 1], outcome.train_probability[:, 1]
-    of_test, _ = evaluation.subject_scores(test, outcome.test_participants)
-    of_train, _ = evaluation.subject_scores(train, outcome.train_participants)
-    return {
-        "threshold": float(outcome.threshold),
-        "own_threshold": own_threshold(outcome),
-        "test": {"scores": of_test.tolist(), "window_scores": test.tolist()},
-        "train": {"scores": of_train.tolist()},
+def _scores_record(scores: Scores) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "units": np.unique(scores.units, return_inverse=True)[1].tolist(),
+        "columns": {name: values.tolist() for name, values in scores.columns.items()},
     }
+    if scores.facts:
+        record["facts"] = {name: float(value) for name, value in scores.facts.items()}
+    if scores.parts is not None:
+        record["parts"] = _scores_record(scores.parts)
+    return record
+
+
+def read_scores(record: Mapping[str, Any]) -> Scores:
+    """Rebuild the scores of one run at one site from what :func:`make_record` keeps of them."""
+    return Scores(
+        np.array(record["units"]),
+        {name: np.array(values) for name, values in record["columns"].items()},
+        read_scores(record["parts"]) if "parts" in record else None,
+        record.get("facts", {}),
+    )
+
+
+def _from_earlier_format(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring a site's record of version 0.1, which knew two classes and windows, into this form."""
+    targets = np.array(record["test"]["targets"])
+    owners = np.array(record["test"]["window_subjects"])
+    found: dict[str, Any] = {"n_train": len(record["train"]["targets"])}
+    for content in (record, record.get(AFTER_TRAINING)):
+        if content is None:
+            continue
+        scores, windows = (np.array(content["test"][name]) for name in ("scores", "window_scores"))
+        test = replace(
+            two_class_scores(targets, scores),
+            parts=two_class_scores(targets[owners], windows, owners),
+            facts={name: content[name] for name in (THRESHOLD, OWN_THRESHOLD)},
+        )
+        kept = {"test": _scores_record(test)}
+        found |= kept if content is record else {AFTER_TRAINING: kept}
+    return found | {k: record[k] for k in ("training_loss", "facts") if k in record}
 
 
 # ---------------------------------------------------------------------------------------- numbers
 
 
-def score_record(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def score_record(task: Task, run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Score one run, as in ``results.csv``; an undefined metric is NaN.
 
     Returns
@@ -483,42 +512,34 @@ def score_record(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     for site, content in record["sites"].items():
-        targets = np.array(content["test"]["targets"])
-        owners = np.array(content["test"]["window_subjects"])
         after = content.get(AFTER_TRAINING)
         scored = {FINAL: content}
         if after is not None:
             scored = {BEFORE_TRAINING: content, AFTER_TRAINING: after}
         for when, found in scored.items():
-            rows.append(
-                {
-                    "method": run.method,
-                    "site": site,
-                    "seed": run.seed,
-                    "fold": run.fold,
-                    "when": when,
-                    "n_train_subjects": len(content["train"]["targets"]),
-                    "n_test_subjects": len(targets),
-                    "n_test_windows": len(owners),
-                    **_metrics(found, targets, owners),
-                }
-            )
+            scores = read_scores(found["test"])
+            row: dict[str, Any] = {
+                "method": run.method,
+                "site": site,
+                "seed": run.seed,
+                "fold": run.fold,
+                "when": when,
+                f"n_train_{task.levels[0]}s": content["n_train"],
+            }
+            for depth, level in enumerate(task.levels):
+                row[f"n_test_{level}s"] = len(scores.level(depth).units)
+            rows.append(row | dict(scores.facts) | _metrics(task, scores))
     return rows
 
 
-def _metrics(found: Mapping[str, Any], targets: np.ndarray, owners: np.ndarray) -> dict[str, float]:
-    """Return thresholds and every metric by subject and by window."""
-    row = {name: found[name] for name in ("threshold", "own_threshold")}
-    for level, of_level, scores in (
-        ("subject", targets, np.array(found["test"]["scores"])),
-        ("window", targets[owners], np.array(found["test"]["window_scores"])),
-    ):
-        metrics = evaluation.binary_metrics(of_level, scores, found["threshold"])
-        metrics["brier"] = operating_point.brier_score(of_level, scores)
-        at_own = scores >= found["own_threshold"]
-        metrics[OWN_THRESHOLD] = float(np.mean(at_own == (of_level == 1)))
-        row |= {f"{level}_{name}": metrics[name] for name in METRICS}
-    return row
+def _metrics(task: Task, scores: Scores) -> dict[str, float]:
+    """Return every metric of every level; one that is undefined is NaN."""
+    measured = task.measure(scores)
+    return {
+        f"{level}_{metric.name}": measured[level].get(metric.name, math.nan)
+        for level in task.levels
+        for metric in task.metrics
+    }
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -581,11 +602,10 @@ def summarise(
         }
         for name in others
     }
-    for level in LEVELS:
-        for metric in METRICS:
-            family = [differences[name][MACRO][level][metric] for name in others]
-            for one, adjusted in zip(family, paired.holm([d["p"] for d in family]), strict=True):
-                one["p_holm"] = adjusted
+    for level, metric in table.columns:
+        family = [differences[name][MACRO][level][metric] for name in others]
+        for one, adjusted in zip(family, paired.holm([d["p"] for d in family]), strict=True):
+            one["p_holm"] = adjusted
     return without_nan(
         {
             **identity,
@@ -601,8 +621,10 @@ def summarise(
             "sites": sites,
             "n_folds": plan.experiment.n_folds,
             "n_seeds": plan.n_seeds,
-            "n_subjects": {site: table.count(site, "n_test_subjects") for site in sites},
-            "n_windows": {site: table.count(site, "n_test_windows") for site in sites},
+            **{
+                f"n_{level}s": {site: table.count(site, f"n_test_{level}s") for site in sites}
+                for level in plan.task.levels
+            },
             "confidence": paired.CONFIDENCE,
             "test_to_train": ratio,
             "scores": scores,
@@ -639,6 +661,8 @@ class _Table:
         self._rows = {(r["method"], r["site"], r["seed"], r["fold"]): r for r in rows}
         self._sites = sorted(plan.experiment.sites)
         self._any = plan.methods[0]
+        self._levels = plan.task.levels
+        self.columns = [(level, m.name) for level in self._levels for m in plan.task.metrics]
         self._shape = (plan.n_seeds, plan.experiment.n_folds)
 
     def of_site(self, name: str, site: str, column: str) -> np.ndarray:
@@ -652,8 +676,9 @@ class _Table:
         values = np.stack([self.of_site(name, site, column) for site in self._sites])
         weights = np.ones_like(values)
         if scope == WEIGHTED:
-            level = "n_test_windows" if column.startswith("window") else "n_test_subjects"
-            weights = np.stack([self.of_site(name, site, level) for site in self._sites])
+            level = next(level for level in self._levels if column.startswith(f"{level}_"))
+            count = f"n_test_{level}s"
+            weights = np.stack([self.of_site(name, site, count) for site in self._sites])
         defined = ~np.isnan(values)
         total = np.where(defined, weights, 0).sum(axis=0)
         with np.errstate(invalid="ignore"):
@@ -672,7 +697,8 @@ class _Table:
         def count(column: str) -> float:
             return sum(float(self.of_site(self._any, site, column).sum()) for site in sites)
 
-        return count("n_test_subjects") / count("n_train_subjects")
+        unit = self._levels[0]
+        return count(f"n_test_{unit}s") / count(f"n_train_{unit}s")
 
 
 def spread(by_fold: np.ndarray) -> dict[str, Any]:
@@ -692,48 +718,56 @@ def spread(by_fold: np.ndarray) -> dict[str, Any]:
 
 
 def _cells(table: _Table, name: str, scope: str) -> dict[str, dict[str, Any]]:
-    return {
-        level: {metric: table.cell(name, scope, f"{level}_{metric}") for metric in METRICS}
-        for level in LEVELS
-    }
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for level, metric in table.columns:
+        cell = table.cell(name, scope, f"{level}_{metric}")
+        found.setdefault(level, {})[metric] = cell
+    return found
 
 
 def _differences(
     table: _Table, name: str, reference: str, scope: str, test_to_train: float
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {level: {} for level in LEVELS}
-    for level in LEVELS:
-        for metric in METRICS:
-            column = f"{level}_{metric}"
-            values = table.values(name, scope, column) - table.values(reference, scope, column)
-            difference = paired.compare(values.ravel(), test_to_train)
-            found[level][metric] = {
-                **asdict(difference),
-                "verdict": paired.verdict(difference),
-            }
+    found: dict[str, dict[str, Any]] = {}
+    for level, metric in table.columns:
+        column = f"{level}_{metric}"
+        values = table.values(name, scope, column) - table.values(reference, scope, column)
+        difference = paired.compare(values.ravel(), test_to_train)
+        found.setdefault(level, {})[metric] = {
+            **asdict(difference),
+            "verdict": paired.verdict(difference),
+        }
     return found
 
 
 def _calibration(
     plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str, site: str
-) -> dict[str, Any]:
-    """Calibration over all held-out subjects of a seed, then the mean over seeds."""
+) -> dict[str, Any] | None:
+    """Calibration over all held-out units of a seed, then the mean over seeds."""
     of_seed = []
     for seed in range(plan.n_seeds):
         tests = [
-            records[Run(name, seed, fold)]["sites"][site]["test"]
+            read_scores(records[Run(name, seed, fold)]["sites"][site]["test"])
             for fold in range(plan.experiment.n_folds)
         ]
-        targets = np.concatenate([test["targets"] for test in tests])
-        of_seed.append(
-            operating_point.calibration(targets, np.concatenate([test["scores"] for test in tests]))
-        )
+        found = plan.task.calibration(joined(tests))
+        if found is None:
+            return None
+        of_seed.append(found)
     numbers = {
         key: statistics.fmean(found[key] for found in of_seed)
         for key in of_seed[0]
         if key not in ("n", "bins")
     }
     return {"n": of_seed[0]["n"], **numbers, "bins_of_seed": [found["bins"] for found in of_seed]}
+
+
+def joined(folds: Sequence[Scores]) -> Scores:
+    """Join the units of several folds, none of which is in two of them."""
+    columns = {
+        name: np.concatenate([one.columns[name] for one in folds]) for name in folds[0].columns
+    }
+    return Scores(np.arange(len(next(iter(columns.values())))), columns)
 
 
 def convergence(

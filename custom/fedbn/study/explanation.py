@@ -27,7 +27,9 @@ from fedbn.federation.results import versions
 from fedbn.federation.simulation import federate
 from fedbn.federation.site import Site
 from fedbn.federation.site_state import atomic_write, write_json
+from fedbn.study.methods import tensors
 from fedbn.tasks.connectome.attribution import integrated_gradients
+from fedbn.tasks.data import SiteData
 
 FORMAT = "fedbn-explanation-1"
 EDGES_FILE = "edges.csv"
@@ -73,14 +75,16 @@ def edge_weights(site: Site) -> EdgeWeights:
     ExplanationError
         If the network's inputs are not the edges.
     """
-    inputs = torch.cat([site.training_data[0], site.test_inputs])
-    if inputs.ndim != 2 or inputs.shape[1] != site.store.n_edges:
+    train, test = tensors(site.train_samples), tensors(site.test)
+    store = site.data
+    assert isinstance(store, SiteStore)
+    inputs = torch.cat([train.inputs, test.inputs])
+    if inputs.ndim != 2 or inputs.shape[1] != store.n_edges:
         raise ExplanationError(
             f"network {site.experiment.network.name}: its inputs are not the "
-            f"{site.store.n_edges} edges in order, so that nothing can be said edge by edge"
+            f"{store.n_edges} edges in order, so that nothing can be said edge by edge"
         )
-    rows = torch.cat([site.preparation.train_rows, site.preparation.test_rows]).numpy()
-    owners = site.store.sample_participant[rows]
+    owners = np.concatenate([train.owners, test.owners])
     subjects, place, counts = np.unique(owners, return_inverse=True, return_counts=True)
     attributions = np.zeros((len(subjects), inputs.shape[1]))
     values = np.zeros_like(attributions)
@@ -93,8 +97,8 @@ def edge_weights(site: Site) -> EdgeWeights:
     values /= counts[:, None]
     direction = np.sign(np.einsum("ij,ij->j", attributions, values))
     weight = direction * np.abs(attributions).mean(axis=0)
-    held_out = np.isin(subjects, site.test_participants)
-    patients = site.store.labels[subjects] == 1
+    held_out = np.isin(subjects, test.owners)
+    patients = store.labels[subjects] == 1
     groups = [attributions[held_out & members] for members in (patients, ~patients)]
     separation = np.full(inputs.shape[1], np.nan)
     if all(len(group) for group in groups):
@@ -135,7 +139,7 @@ class Explanation:
 
 def explain(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     n_permutations: int,
     on_run: Callable[[int, int], None] | None = None,
@@ -150,8 +154,8 @@ def explain(
     ----------
     experiment
         Its fold is replaced.
-    stores
-        Site name to store, for every site of the experiment.
+    data
+        Site name to data, for every site of the experiment.
     n_permutations
         How often the diagnoses are permuted, at least once.
     on_run
@@ -163,6 +167,11 @@ def explain(
     ExplanationError
         If there is no permutation, or the network's inputs are not the edges.
     """
+    stores = {name: one for name, one in data.items() if isinstance(one, SiteStore)}
+    if len(stores) < len(data):
+        raise ExplanationError(
+            f"task {experiment.task.name!r} has no inputs that an explanation can name one by one"
+        )
     if n_permutations < 1:
         raise ExplanationError(
             f"permutations is {n_permutations}; at least 1 is needed: without it one cannot tell "
@@ -187,7 +196,7 @@ def explain(
         weights=_stacked(found, "weight"),
         separations=_stacked(found, "separation"),
         permuted=tuple(_stacked(of_folds, "weight") for of_folds in permuted),
-        synthetic=any(store.is_synthetic for store in stores.values()),
+        synthetic=any(store.synthetic for store in stores.values()),
     )
 
 

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_prep.site_store import SiteStore
+from fedbn.core.batches import TensorSamples
 from fedbn.core.networks import NoHeadError, head_entries
 from fedbn.core.normalization import affine_names, entries, load_entries, statistics_names
 from fedbn.core.training import derive_seed, train_epochs
-from fedbn.federation.experiment import Experiment
+from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import without_nan
-from fedbn.federation.simulation import Federation, federate, read_stores
+from fedbn.federation.simulation import Federation, federate, read_sites
 from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.models.new_site import (
@@ -46,8 +46,9 @@ from fedbn.models.new_site import (
     mean_over_sites,
 )
 from fedbn.study import cache, paired
-from fedbn.study.methods import method
-from fedbn.tasks import evaluation
+from fedbn.study.methods import method, table
+from fedbn.tasks.classification import classification_metrics, two_class_scores
+from fedbn.tasks.data import SiteData
 
 FORMAT = "fedbn-unseen-1"
 IDENTITY_FILE = "leave_one_out.json"
@@ -122,7 +123,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def score_hospital(
-    experiment: Experiment, stores: Mapping[str, SiteStore], hospital: str, seed: int
+    experiment: Experiment, stores: Mapping[str, SiteData], hospital: str, seed: int
 ) -> dict[str, Any]:
     """Train on all hospitals but one, and score every start on that one.
 
@@ -154,14 +155,16 @@ def score_hospital(
     }
     store = stores[hospital]
     scores: dict[str, np.ndarray] = {}
+    targets = np.full(len(store.units), -1)
     for fold in range(experiment.n_folds):
         site = Site(hospital, store, method("fedavg").experiment(common.changed(fold=fold)))
         for name, network in _networks(site, federations, fold):
-            probability = evaluation.predict(network, site.test_inputs)[:, 1]
-            of_subject, subjects = evaluation.subject_scores(probability, site.test_participants)
-            scores.setdefault(name, np.full(len(store.participants), np.nan))[subjects] = of_subject
+            found = site.task.score(network, site.test)
+            targets[found.units] = found.columns["target"]
+            values = scores.setdefault(name, np.full(len(store.units), np.nan))
+            values[found.units] = found.columns["p_1"]
     return {
-        "targets": store.labels.tolist(),
+        "targets": targets.tolist(),
         "scores": {name: values.tolist() for name, values in scores.items()},
     }
 
@@ -170,7 +173,7 @@ def _networks(
     site: Site, federations: Mapping[str, Federation], fold: int
 ) -> Iterable[tuple[str, nn.Module]]:
     """Build all that is scored at a new site, one after the other."""
-    inputs, targets = site.training_data
+    samples = table(site, "a start for a new hospital")
     for start in [start for start in STARTS.values() if start.name not in SAME_AS]:
         federation = federations[start.policy]
         network, partition = make_network(_experiment_of(federation))
@@ -179,13 +182,13 @@ def _networks(
             if getattr(start, kind) == "mean":
                 expected = entries(network, names(network, partition))
                 parts[kind] = mean_over_sites(federation.local, expected)
-        load_start(network, partition, start, federation.shared, inputs, **parts)
+        load_start(network, partition, start, federation.shared, samples.inputs, **parts)
         yield start.name, network
         if start.name in FINETUNED_STARTS:
             kept = entries(network, network.state_dict())
             for (tuned, only), n in itertools.product(_tuned(network), LABELLED_SUBJECTS):
                 load_entries(network, kept)
-                _finetune(network, site, inputs, targets, n, fold, only)
+                _finetune(network, site, samples, n, fold, only)
                 yield f"{start.name}+{n}_{tuned}", network
     federation = federations["fedbn"]
     for name in federation.sites:
@@ -207,8 +210,7 @@ def _tuned(network: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 def _finetune(
     network: nn.Module,
     site: Site,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
+    samples: TensorSamples,
     n_labelled: int,
     fold: int,
     only: Sequence[str],
@@ -217,19 +219,21 @@ def _finetune(
 
     Batch norm normalises with the statistics of all unlabelled scans, which stand still.
     """
-    owners = site.store.sample_participant[site.preparation.train_rows.numpy()]
+    owners = samples.owners
     chosen = labelled_subjects(
-        owners, targets.cpu().numpy(), n_labelled, site.experiment.seed, site.name, fold
+        owners, samples.targets.cpu().numpy(), n_labelled, site.experiment.seed, site.name, fold
     )
     rows = torch.from_numpy(np.flatnonzero(np.isin(owners, chosen)))
     settings = site.experiment.training.model_copy(
         update={"local_epochs": FINETUNE_EPOCHS, "batch_size": FINETUNE_BATCH, "proximal_mu": 0.0}
     )
+    few = TensorSamples(samples.inputs[rows], samples.targets[rows], owners[rows.numpy()])
     train_epochs(
         network,
-        inputs[rows],
-        targets[rows],
+        few,
         settings,
+        loss=site.task.loss(settings, few),
+        forward=site.task.forward,
         seed=derive_seed(site.experiment.seed, site.name, fold, "few labels"),
         only=only,
     )
@@ -286,7 +290,7 @@ def leave_one_out(
     ------
     UnseenError
         If there are too few sites, or `out` holds something else.
-    data_prep.site_store.StoreError
+    fedbn.tasks.data.DataError
         If a store is missing, damaged, or made in another way than the others.
     """
     if len(experiment.sites) < 3:
@@ -296,7 +300,7 @@ def leave_one_out(
         )
     if n_seeds < 1:
         raise UnseenError(f"seeds is {n_seeds}; it must be at least 1")
-    stores = read_stores(data_root, experiment, verify=True)
+    stores = read_sites(data_root, experiment, verify=True)
     identity = _identity(experiment, stores)
     cache.claim(out / IDENTITY_FILE, identity, "evaluation", UnseenError)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -317,13 +321,13 @@ def leave_one_out(
         records[seed, site] = record
         if on_run is not None:
             on_run(len(records), len(units))
-    synthetic = any(store.is_synthetic for store in stores.values())
+    synthetic = any(store.synthetic for store in stores.values())
     summary = summarise([records[unit] for unit in units], identity, synthetic=synthetic)
     write_json(out / SUMMARY_FILE, summary)
     return summary
 
 
-def _identity(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Any]:
+def _identity(experiment: Experiment, stores: Mapping[str, SiteData]) -> dict[str, Any]:
     """Return what all units of one folder have in common."""
     experiment = method("fedavg").experiment(experiment.changed(fold=0, seed=0))
     common = cache.in_common(
@@ -410,7 +414,7 @@ def _score_record(record: Mapping[str, Any]) -> dict[str, _Scored]:
 
 
 def _scored(targets: np.ndarray, scores: np.ndarray) -> _Scored:
-    found = evaluation.binary_metrics(targets, scores)
+    found = classification_metrics(two_class_scores(targets, scores))
     right = ((scores >= 0.5) == (targets == 1)).astype(np.float64)
     return _Scored({metric: found[metric] for metric in METRICS}, right)
 
@@ -532,7 +536,7 @@ def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommend
     Raises
     ------
     UnseenError
-        If the evidence is of another network or standardisation, or of made-up subjects.
+        If the evidence is of another network or task, or of made-up subjects.
     """
     if evidence is None:
         name = default_start(run)
@@ -591,11 +595,12 @@ def _told(evidence: Mapping[str, Any], name: str, other: str) -> str:
 
 def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
     """Refuse evidence that says nothing of the run; say in what else it is another."""
-    there, here = evidence["experiment"], run.experiment.model_dump(mode="json")
-    for name in ("network", "standardization"):
-        if there.get(name) != here[name]:
+    experiment = validated(evidence["experiment"], "the evidence")
+    there, here = (one.model_dump(mode="json") for one in (experiment, run.experiment))
+    for name in ("network", "task"):
+        if there[name] != here[name]:
             raise UnseenError(
-                f"the evidence is of another {name} ({there.get(name)}) than the run's "
+                f"the evidence is of another {name} ({there[name]}) than the run's "
                 f"({here[name]}); run `fedbn unseen` with the run's own experiment"
             )
     if evidence.get("synthetic") and run.signature and not run.signature.get("synthetic"):
@@ -606,5 +611,5 @@ def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
     here["sites"] = sorted(here["sites"])
     here["training"] = {**here["training"], "proximal_mu": 0.0}  # as the evidence has it
     names = ("sites", "rounds", "training", "aggregation_weights")
-    other = [name for name in names if there.get(name) != here[name]]
+    other = [name for name in names if there[name] != here[name]]
     return [f"mind that the evidence was made with other {' and '.join(other)}"] if other else []

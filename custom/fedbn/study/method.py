@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from data_prep.site_store import SiteStore
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation, federate
+from fedbn.tasks.base import Scores
+from fedbn.tasks.data import SiteData
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,8 @@ class Outcome:
 
     Attributes
     ----------
-    test_targets, train_targets
-        int64 (n_windows,): 1 autism, 0 control.
-    test_participants, train_participants
-        int64 (n_windows,): each window's subject, as an index into the site's participants.
-    test_probability, train_probability
-        float64 (n_windows, n_classes).
-    threshold
-        A probability of at least this much means autism, by window and by subject.
+    test, train
+        Scores of the held-out and of the training units, with the facts that they are decided by.
     after_training
         Of a federated method that ends with the averaged weights: the same for the site's network
         as its local epochs of the last round left it, before the last averaging.
@@ -36,19 +29,14 @@ class Outcome:
         Of a method that chooses among candidates: what it chose, and by which scores.
     """
 
-    test_targets: np.ndarray
-    test_participants: np.ndarray
-    test_probability: np.ndarray
-    train_targets: np.ndarray
-    train_participants: np.ndarray
-    train_probability: np.ndarray
-    threshold: float = 0.5
+    test: Scores
+    train: Scores
     after_training: Outcome | None = None
     training_loss: list[list[float]] | None = None
     facts: dict[str, Any] | None = None
 
 
-Runner = Callable[[Experiment, Mapping[str, SiteStore]], dict[str, Outcome]]
+Runner = Callable[[Experiment, Mapping[str, SiteData]], dict[str, Outcome]]
 Finish = Callable[[Federation, Experiment], dict[str, Outcome]]
 
 
@@ -68,16 +56,14 @@ class FederatedRunner:
 
     finish: Finish
 
-    def __call__(
-        self, experiment: Experiment, stores: Mapping[str, SiteStore]
-    ) -> dict[str, Outcome]:
+    def __call__(self, experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
         """Run both steps."""
-        return self.finish(self.train(experiment, stores), experiment)
+        return self.finish(self.train(experiment, data), experiment)
 
     @staticmethod
-    def train(experiment: Experiment, stores: Mapping[str, SiteStore]) -> Federation:
+    def train(experiment: Experiment, data: Mapping[str, SiteData]) -> Federation:
         """Run the federation, as far as methods can have it in common."""
-        return federate(FederatedRunner.common(experiment), stores, score_rounds=False)
+        return federate(FederatedRunner.common(experiment), data, score_rounds=False)
 
     @staticmethod
     def common(experiment: Experiment) -> Experiment:
@@ -99,7 +85,7 @@ class Method:
     title
         As a table says it.
     run
-        Runs it in this process: experiment and stores to one outcome a site.
+        Runs it in this process: experiment and data to one outcome a site.
     changes
         Fields of the experiment that make it this method.
     training

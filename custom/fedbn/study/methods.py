@@ -1,8 +1,8 @@
 """The methods that a hospital can choose between, by name, and one run of each in this process.
 
 A method is a change of the experiment and a way to run it. What is compared is what each leaves at
-a site: the probabilities of its held-out subjects, and of its training subjects for choices (a
-threshold, say) that may look at nothing else.
+a site: the scores of its held-out units, and of its training units for choices (a threshold, say)
+that may look at nothing else.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from data_prep.site_store import SiteStore
+from fedbn.core.batches import Samples, TensorSamples
 from fedbn.core.normalization import entries, load_entries, recompute_statistics
 from fedbn.core.training import derive_seed, train_epochs
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation
-from fedbn.federation.site import Site, prepare
+from fedbn.federation.site import Site
 from fedbn.study import baselines, selection
 from fedbn.study.method import FederatedRunner, Method, Outcome, Runner
-from fedbn.tasks import evaluation
-from fedbn.tasks.connectome.tangent import tangent_stores
-from fedbn.tasks.operating_point import choose_threshold
+from fedbn.tasks.base import Scores
+from fedbn.tasks.classification import OWN_THRESHOLD, THRESHOLD, make_scores
+from fedbn.tasks.data import SiteData
 
 
 class ChosenMethod(Method):
@@ -97,7 +97,7 @@ def finetuned(federation: Federation, experiment: Experiment) -> dict[str, Outco
     for name, common in federation.sites.items():
         site = Site(
             name,
-            common.store,
+            common.data,
             experiment,
             device=common.device,
             preparation=common.preparation,
@@ -109,25 +109,35 @@ def finetuned(federation: Federation, experiment: Experiment) -> dict[str, Outco
 
 
 def adapted(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Recompute batch norm's statistics on each site's training scans.
+    """Recompute batch norm's statistics on each site's training samples.
 
     A site needs no label for it, and nothing of it leaves the site.
     """
     outcomes = {}
     for name in federation.sites:
         site = federation.load(name)
-        recompute_statistics(site.network, site.training_data[0])
+        recompute_statistics(site.network, table(site, "recomputed statistics").inputs)
         outcomes[name] = outcome(site)
     return outcomes
 
 
 def with_thresholds(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Let each site choose its threshold on its training subjects."""
-    outcomes = {}
-    for name in federation.sites:
-        result = outcome(federation.load(name))
-        outcomes[name] = replace(result, threshold=own_threshold(result))
-    return outcomes
+    """Let each site decide by the threshold that is best on its training units."""
+    return {name: at_own_threshold(outcome(federation.load(name))) for name in federation.sites}
+
+
+def at_own_threshold(result: Outcome) -> Outcome:
+    """Return an outcome that is decided by the threshold chosen on training units.
+
+    Raises
+    ------
+    ValueError
+        If the task has no threshold.
+    """
+    if OWN_THRESHOLD not in result.test.facts:
+        raise ValueError("a threshold of a site's own needs a task of two classes")
+    facts = {**result.test.facts, THRESHOLD: result.test.facts[OWN_THRESHOLD]}
+    return replace(result, test=replace(result.test, facts=facts))
 
 
 run_federated = FederatedRunner(averaged)
@@ -136,17 +146,9 @@ run_adapted = FederatedRunner(adapted)
 run_with_thresholds = FederatedRunner(with_thresholds)
 
 
-def own_threshold(result: Outcome) -> float:
-    """Choose a site's threshold on the scores of its training subjects, and on nothing else."""
-    owners = result.train_participants
-    scores, _ = evaluation.subject_scores(result.train_probability[:, 1], owners)
-    targets, _ = evaluation.subject_scores(result.train_targets, owners)
-    return choose_threshold(targets.astype(np.int64), scores)
-
-
 def run_linear(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     fit: baselines.Fit,
     together: bool,
@@ -157,121 +159,117 @@ def run_linear(
     ----------
     experiment
         Its split, standardisation and seed count; its network and rounds do not.
-    stores
-        Site name to store, for every site of the experiment.
+    data
+        Site name to its data, for every site of the experiment.
     fit
         One of :mod:`fedbn.study.baselines`.
     together
         One classifier on the samples of all sites in one place; otherwise one for each site alone.
     """
-    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
+    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
     outcomes = {}
     for group in [sites] if together else [[site] for site in sites]:
-        inputs = torch.cat([site.training_data[0] for site in group])
-        targets = torch.cat([site.training_data[1] for site in group])
-        owners = [f"{site.name}/{k}" for site in group for k in _training_participants(site)]
+        tables = [table(site, "a linear classifier") for site in group]
+        inputs = torch.cat([one.inputs for one in tables])
+        targets = torch.cat([one.targets for one in tables])
+        owners = [
+            f"{site.name}/{k}" for site, one in zip(group, tables, strict=True) for k in one.owners
+        ]
         score = fit(inputs, targets.numpy(), np.array(owners), experiment.seed)
         for site in group:
-            outcomes[site.name] = _outcome(
-                site, score(site.test_inputs), score(site.training_data[0])
-            )
+            outcomes[site.name] = _of_scorer(site, score)
     return outcomes
 
 
-def run_federated_ridge(
-    experiment: Experiment, stores: Mapping[str, SiteStore]
-) -> dict[str, Outcome]:
+def run_federated_ridge(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
     """Fit one ridge regression over all sites by sums over their samples; no sample leaves a site.
 
     Parameters are those of :func:`run_linear`.
     """
-    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
+    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
+    tables = [table(site, "a ridge regression") for site in sites]
     samples = [
-        baselines.SiteSamples(
-            site.training_data[0].cpu(),
-            site.training_data[1].cpu().numpy(),
-            _training_participants(site),
-        )
-        for site in sites
+        baselines.SiteSamples(one.inputs.cpu(), one.targets.cpu().numpy(), one.owners)
+        for one in tables
     ]
     score = baselines.fit_federated_ridge(samples, experiment.seed)
-    return {
-        site.name: _outcome(site, score(site.test_inputs), score(site.training_data[0]))
-        for site in sites
-    }
+    return {site.name: _of_scorer(site, score) for site in sites}
 
 
-def run_on_tangent(
+def run_represented(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
+    representation: str,
     run: Runner,
     together: bool = True,
 ) -> dict[str, Outcome]:
-    """Run a method on connectomes in the tangent space of the training subjects' mean.
+    """Run a method on the data in a representation that is fitted on the training units.
 
     Parameters
     ----------
     experiment
-        Its split decides the training subjects.
-    stores
-        Site name to a store of correlations, for every site of the experiment.
+        Its split decides the training units.
+    data
+        Site name to its data, for every site of the experiment.
+    representation
+        One that the task has.
     run
         The method.
     together
-        One reference of all sites' training subjects, the same as if their matrices were in one
-        place; otherwise each site has its own.
+        Fitted over all sites' training units, the same as if they were in one place; otherwise
+        each site fits its own.
     """
-    unscaled = experiment.changed(standardization="none")
-    rows = {
-        name: prepare(name, stores[name], unscaled).train_rows.numpy() for name in experiment.sites
-    }
-    given: dict[str, SiteStore] = {}
-    for group in [tuple(rows)] if together else [(name,) for name in rows]:
-        given |= tangent_stores({name: stores[name] for name in group}, rows)
+    task = experiment.task
+    train = {name: task.split(data[name], experiment).train for name in experiment.sites}
+    given: dict[str, SiteData] = {}
+    for group in [tuple(train)] if together else [(name,) for name in train]:
+        given |= task.represented(representation, {name: data[name] for name in group}, train)
     return run(experiment, given)
 
 
-def run_chosen(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+def run_chosen(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
     """Run the candidate that inner cross-validation on the training subjects chooses."""
     protocol = selection.read_protocol(selection.candidates_file())
-    return selection.run_nested(experiment, stores, protocol=protocol, lookup=method)
+    return selection.run_nested(experiment, data, protocol=protocol, lookup=method)
 
 
 def run_with_inner_thresholds(
-    experiment: Experiment, stores: Mapping[str, SiteStore], *, name: str
+    experiment: Experiment, data: Mapping[str, SiteData], *, name: str
 ) -> dict[str, Outcome]:
     """Run a method; each site chooses its threshold on inner cross-validation's scores."""
     only = selection.Candidate(
         name=name, members=(selection.Member(method=name),), threshold="accuracy"
     )
     protocol = selection.Protocol(candidates=(only,))
-    return selection.run_nested(experiment, stores, protocol=protocol, lookup=method)
+    return selection.run_nested(experiment, data, protocol=protocol, lookup=method)
 
 
-def run_singleset(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+def run_singleset(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
     """Train every site alone, on its own data only."""
     outcomes = {}
     for name in experiment.sites:
-        site = Site(name, stores[name], experiment)
+        site = Site(name, data[name], experiment)
         site.train_alone()
         outcomes[name] = outcome(site)
     return outcomes
 
 
-def run_pooled(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[str, Outcome]:
+def run_pooled(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
     """Train one network on the training samples of all sites in one place.
 
     The upper reference, and what a federation exists to avoid: raw data leave their site. Each
     site's features are standardised as in the federation; batch norm sees all sites together.
     """
-    sites = [Site(name, stores[name], experiment) for name in sorted(experiment.sites)]
-    inputs = torch.cat([site.training_data[0] for site in sites])
-    targets = torch.cat([site.training_data[1] for site in sites])
-    network = sites[0].network
+    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
+    task, network = experiment.task, sites[0].network
+    samples = task.pooled([site.train_samples for site in sites])
+    loss = task.loss(experiment.training, samples)
     for number in range(experiment.rounds):
         seed = derive_seed(experiment.seed, "pooled", number, "train")
-        train_epochs(network, inputs, targets, experiment.training, seed=seed)
+        train_epochs(
+            network, samples, experiment.training, seed=seed, loss=loss, forward=task.forward
+        )
     state = entries(network, network.state_dict())
     outcomes = {}
     for site in sites:
@@ -281,28 +279,44 @@ def run_pooled(experiment: Experiment, stores: Mapping[str, SiteStore]) -> dict[
 
 
 def outcome(site: Site) -> Outcome:
-    """Score a site's held-out and training samples with its network as it stands."""
-    return _outcome(
-        site,
-        evaluation.predict(site.network, site.test_inputs),
-        evaluation.predict(site.network, site.training_data[0]),
-    )
+    """Score a site's held-out and training units with its network as it stands."""
+    score = site.task.score
+    return _decided(site, score(site.network, site.test), score(site.network, site.train_samples))
 
 
-def _outcome(site: Site, test: np.ndarray, train: np.ndarray) -> Outcome:
-    return Outcome(
-        test_targets=site.test_targets,
-        test_participants=site.test_participants,
-        test_probability=test,
-        train_targets=site.training_data[1].cpu().numpy(),
-        train_participants=_training_participants(site),
-        train_probability=train,
-    )
+def _decided(site: Site, test: Scores, train: Scores) -> Outcome:
+    facts = site.task.decisions(train)
+    return Outcome(replace(test, facts=facts), replace(train, facts=facts))
 
 
-def _training_participants(site: Site) -> np.ndarray:
-    owners: np.ndarray = site.store.sample_participant[site.preparation.train_rows.numpy()]
-    return owners
+def _of_scorer(site: Site, score: baselines.Scorer) -> Outcome:
+    """Score a site's units by something other than a network."""
+    parts = len(site.task.levels) > 1
+    found = [
+        make_scores(score(one.inputs), one.targets.cpu().numpy(), one.owners, parts=parts)
+        for one in (tensors(site.test), tensors(site.train_samples))
+    ]
+    return _decided(site, *found)
+
+
+def table(site: Site, what: str) -> TensorSamples:
+    """Return a site's training samples as one tensor.
+
+    Raises
+    ------
+    ValueError
+        If the task does not hold them in memory; `what` needs that.
+    """
+    samples = site.train_samples
+    if not isinstance(samples, TensorSamples):
+        raise ValueError(f"{what} needs samples in memory, task {site.task.name!r} has none")
+    return samples
+
+
+def tensors(samples: Samples) -> TensorSamples:
+    """Return samples that are known to lie in memory."""
+    assert isinstance(samples, TensorSamples)
+    return samples
 
 
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.03}
@@ -384,7 +398,7 @@ METHODS: dict[str, Method] = {
         Method(
             "fedbn_tangent",
             "FedBN, tangent",
-            partial(run_on_tangent, run=run_federated),
+            partial(run_represented, representation="tangent", run=run_federated),
             {"policy": "fedbn"},
             in_flare=False,
         ),
@@ -402,7 +416,7 @@ METHODS: dict[str, Method] = {
                 (
                     "ridge_federated_tangent",
                     "ridge, federated, tangent",
-                    partial(run_on_tangent, run=run_federated_ridge),
+                    partial(run_represented, representation="tangent", run=run_federated_ridge),
                 ),
             )
         ),
@@ -444,7 +458,8 @@ METHODS: dict[str, Method] = {
                 name,
                 title,
                 partial(
-                    run_on_tangent,
+                    run_represented,
+                    representation="tangent",
                     run=partial(run_linear, fit=baselines.fit_logistic, together=together),
                     together=together,
                 ),

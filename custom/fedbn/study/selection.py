@@ -24,14 +24,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from data_prep.site_store import SiteStore
 from fedbn.core.training import derive_seed
 from fedbn.federation.changes import with_changes
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.settings_file import fault, read_json
-from fedbn.federation.site import prepare
 from fedbn.study.method import Method, Outcome
-from fedbn.tasks import evaluation
+from fedbn.tasks.base import Scores
+from fedbn.tasks.classification import THRESHOLD, classification_metrics, two_class_scores
+from fedbn.tasks.data import SiteData
 from fedbn.tasks.operating_point import brier_score, choose_threshold
 
 CANDIDATES_FILE = Path(__file__).with_name("candidates.json")
@@ -249,7 +249,7 @@ def threshold_by(rule: Rule, targets: np.ndarray, scores: np.ndarray) -> float:
 
 def run_nested(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     *,
     protocol: Protocol,
     lookup: Lookup,
@@ -260,8 +260,8 @@ def run_nested(
     ----------
     experiment
         Its split and seed are those of every candidate; the rest is what candidates change.
-    stores
-        Site name to store, for every site of the experiment.
+    data
+        Site name to its data, for every site of the experiment.
     protocol
         What is chosen from.
     lookup
@@ -273,7 +273,7 @@ def run_nested(
         Site name to the outcome of the chosen candidate, with the choice in its facts.
     """
     check_protocol(protocol, experiment, lookup)
-    by_member = cross_validate(experiment, stores, protocol, lookup)
+    by_member = cross_validate(experiment, data, protocol, lookup)
     of_candidates = {
         one.name: _averaged([by_member[member.key] for member in one.members])
         for one in protocol.candidates
@@ -284,18 +284,22 @@ def run_nested(
     }
     chosen = _best(protocol, values)
     fitted = [
-        lookup(member.method).run(member.experiment(experiment, lookup), stores)
+        lookup(member.method).run(member.experiment(experiment, lookup), data)
         for member in chosen.members
     ]
     facts = {"chosen": chosen.name, "criterion": protocol.criterion, "inner": values}
     outcomes = {}
     for site in sorted(experiment.sites):
         inner = of_candidates[chosen.name][site]
+        train = _mean_scores([one[site].train for one in fitted])
+        decided = {
+            **experiment.task.decisions(train),
+            THRESHOLD: threshold_by(chosen.threshold, inner.targets, inner.scores),
+        }
         outcomes[site] = replace(
             fitted[0][site],
-            test_probability=_mean([one[site].test_probability for one in fitted]),
-            train_probability=_mean([one[site].train_probability for one in fitted]),
-            threshold=threshold_by(chosen.threshold, inner.targets, inner.scores),
+            test=replace(_mean_scores([one[site].test for one in fitted]), facts=decided),
+            train=replace(train, facts=decided),
             after_training=None,
             training_loss=None,
             facts=facts,
@@ -305,7 +309,7 @@ def run_nested(
 
 def cross_validate(
     experiment: Experiment,
-    stores: Mapping[str, SiteStore],
+    data: Mapping[str, SiteData],
     protocol: Protocol,
     lookup: Lookup,
 ) -> dict[str, dict[str, InnerScores]]:
@@ -316,45 +320,36 @@ def cross_validate(
     dict
         Member's key and site to the scores.
     """
-    inner = {name: training_store(name, stores[name], experiment) for name in experiment.sites}
+    inner = {name: training_data(data[name], experiment) for name in experiment.sites}
     seed = derive_seed(experiment.seed, "nested", experiment.fold) % 2**31
     common = experiment.changed(n_folds=protocol.n_folds, seed=seed, training_share=1.0)
     found: dict[str, dict[str, InnerScores]] = {}
     for member in protocol.members:
         of_site = {
             name: InnerScores(
-                targets=store.labels,
-                scores=np.full(len(store.participants), np.nan),
-                folds=np.full(len(store.participants), -1),
+                targets=np.full(len(one.units), -1),
+                scores=np.full(len(one.units), np.nan),
+                folds=np.full(len(one.units), -1),
             )
-            for name, store in inner.items()
+            for name, one in inner.items()
         }
         for fold in range(protocol.n_folds):
             settings = member.experiment(common.changed(fold=fold), lookup)
             for name, outcome in lookup(member.method).run(settings, inner).items():
-                scores, subjects = evaluation.subject_scores(
-                    outcome.test_probability[:, 1], outcome.test_participants
-                )
-                of_site[name].scores[subjects] = scores
-                of_site[name].folds[subjects] = fold
+                held_out = outcome.test.units
+                of_site[name].targets[held_out] = outcome.test.columns["target"]
+                of_site[name].scores[held_out] = outcome.test.columns["p_1"]
+                of_site[name].folds[held_out] = fold
         found[member.key] = of_site
     return found
 
 
-def training_store(name: str, store: SiteStore, experiment: Experiment) -> SiteStore:
-    """Return a store of a site's training subjects alone, in memory and without fixed folds.
+def training_data(data: SiteData, experiment: Experiment) -> SiteData:
+    """Return a site's training units alone, in memory and without fixed folds.
 
-    Nothing of a held-out subject is in it: neither its connectomes nor its diagnosis.
+    Nothing of a held-out unit is in it: neither its samples nor its class.
     """
-    rows = prepare(name, store, experiment.changed(standardization="none")).train_rows.numpy()
-    subjects, owner = np.unique(store.sample_participant[rows], return_inverse=True)
-    return replace(
-        store,
-        participants=tuple(replace(store.participants[k], fold=None) for k in subjects),
-        connectomes=store.connectomes[rows],
-        sample_participant=owner,
-        window_start=store.window_start[rows],
-    )
+    return data.subset(experiment.task.split(data, experiment).train)
 
 
 def criterion(of_site: Mapping[str, InnerScores], name: str, rule: Rule) -> float:
@@ -365,7 +360,8 @@ def criterion(of_site: Mapping[str, InnerScores], name: str, rule: Rule) -> floa
         if name == "accuracy":
             values.append(float(np.mean(inner.decisions(rule) == (inner.targets == 1))))
         elif name == "auc":
-            values.append(evaluation.binary_metrics(inner.targets, inner.scores)["auc"])
+            of_units = two_class_scores(inner.targets, inner.scores)
+            values.append(classification_metrics(of_units)["auc"])
         else:
             values.append(brier_score(inner.targets, inner.scores))
     return math.fsum(values) / len(values)
@@ -387,3 +383,14 @@ def _averaged(members: Sequence[Mapping[str, InnerScores]]) -> dict[str, InnerSc
 def _mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
     mean: np.ndarray = np.mean(np.stack(arrays), axis=0)
     return mean
+
+
+def _mean_scores(members: Sequence[Scores]) -> Scores:
+    """Average the probabilities of several members on the same units, and of their parts."""
+    first = members[0]
+    columns = {
+        name: values if name == "target" else _mean([one.columns[name] for one in members])
+        for name, values in first.columns.items()
+    }
+    parts = [one.parts for one in members if one.parts is not None]
+    return replace(first, columns=columns, parts=_mean_scores(parts) if parts else None)

@@ -12,7 +12,7 @@ from fedbn.__main__ import app
 from fedbn.cli.common import SHORT_NAMES
 from fedbn.federation.experiment import NetworkSettings, read_experiment
 from fedbn.federation.results import run_report
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
 
 
@@ -32,7 +32,7 @@ def test_run_prints_the_gain_of_each_site_and_writes_the_results(job, data_root,
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     experiment = read_experiment(job)
-    expected = run_federation(experiment, read_stores(data_root, experiment)).report
+    expected = run_federation(experiment, read_sites(data_root, experiment)).report
     assert results == json.loads(json.dumps(expected))
     assert (
         done.stdout.splitlines()[-1] == f"shared weights: sha256 {results['shared_weights_sha256']}"
@@ -82,7 +82,7 @@ def test_a_field_is_set_by_its_path_its_short_name_or_a_file(
 ):
     found = []
     monkeypatch.setattr(
-        "fedbn.federation.simulation.read_stores", lambda _, e, **__: found.append(e)
+        "fedbn.federation.simulation.read_sites", lambda _, e, **__: found.append(e)
     )
     (tmp_path / "changes.json").write_text('{"training": {"batch_size": 5}}')
     named = {"FILE": tmp_path / "changes.json"}
@@ -146,9 +146,9 @@ def test_what_a_user_can_mend_is_one_sentence(job, data_root, arguments, sentenc
 
 
 @pytest.mark.parametrize("synthetic", [True, False])
-def test_tables_say_when_a_cohort_is_synthetic(data_root, experiment, synthetic):
+def test_tables_say_when_a_cohort_synthetic(data_root, experiment, synthetic):
     small = experiment()
-    report = run_federation(small, read_stores(data_root, small)).report
+    report = run_federation(small, read_sites(data_root, small)).report
     text = render(run_tables({**report, "synthetic": synthetic}))
     assert text.count(SYNTHETIC.splitlines()[0]) == (2 if synthetic else 0)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
@@ -156,7 +156,7 @@ def test_tables_say_when_a_cohort_is_synthetic(data_root, experiment, synthetic)
 
 def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment):
     small = experiment()
-    report = run_federation(small, read_stores(data_root, small)).report
+    report = run_federation(small, read_sites(data_root, small)).report
     del report["sites"]["UM"]["curve"][0]
     curve = render(run_tables(report)).splitlines()
     assert any("absent" in line for line in curve)

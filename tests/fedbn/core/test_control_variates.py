@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from classifier import train_classifier
 from torch import nn
 
 from fedbn.core import control_variates
-from fedbn.core.training import TrainingSettings, train_epochs
+from fedbn.core.training import TrainingSettings
 
 
 def test_names_keep_variates_and_entries_apart():
@@ -78,7 +79,7 @@ def test_a_step_by_hand():
     With c - c_i = 0.25 the step is w <- 0 - 0.5 * (1 + 0.25) = -0.625.
     """
     model = Slope()
-    outcome = train_epochs(
+    outcome = train_classifier(
         model,
         torch.tensor([[1.0], [3.0]]),
         torch.tensor([0, 0]),
@@ -107,8 +108,8 @@ def test_the_new_variate_is_the_mean_gradient_over_the_steps_really_taken():
     plain, corrected = Slope(), Slope()
     settings = sgd(local_epochs=3, learning_rate=0.1)
     server, own = {"w": torch.tensor([0.7])}, {"w": torch.tensor([-0.4])}
-    train_epochs(plain, inputs, targets, settings, seed=1)
-    outcome = train_epochs(
+    train_classifier(plain, inputs, targets, settings, seed=1)
+    outcome = train_classifier(
         corrected,
         inputs,
         targets,
@@ -129,9 +130,9 @@ def test_the_new_variate_is_the_mean_gradient_over_the_steps_really_taken():
 def test_a_correction_of_nothing_changes_no_bit():
     inputs, targets = torch.randn(6, 1), torch.tensor([0, 1, 0, 1, 0, 1])
     plain, corrected = Slope(), Slope()
-    train_epochs(plain, inputs, targets, sgd(), seed=1)
+    train_classifier(plain, inputs, targets, sgd(), seed=1)
     zero = {"w": torch.zeros(1)}
-    train_epochs(corrected, inputs, targets, sgd(), seed=1, correction=zero)
+    train_classifier(corrected, inputs, targets, sgd(), seed=1, correction=zero)
     assert torch.equal(plain.w, corrected.w)
 
 
@@ -140,7 +141,7 @@ def test_an_unused_weight_is_corrected_all_the_same():
     model.unused = nn.Parameter(torch.tensor([1.0]))
     correction = {"unused": torch.tensor([2.0])}
     inputs, targets = torch.ones(2, 1), torch.tensor([0, 0])
-    train_epochs(model, inputs, targets, sgd(), seed=0, correction=correction)
+    train_classifier(model, inputs, targets, sgd(), seed=0, correction=correction)
     assert model.unused.item() == 0.0
     assert correction["unused"].item() == 2.0
 
@@ -154,7 +155,7 @@ def test_an_unused_weight_is_corrected_all_the_same():
 )
 def test_a_correction_that_does_not_fit_is_refused(correction, reason):
     with pytest.raises(ValueError, match=f"correction of a gradient: {reason}"):
-        train_epochs(
+        train_classifier(
             Slope(),
             torch.ones(2, 1),
             torch.tensor([0, 0]),

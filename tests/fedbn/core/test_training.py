@@ -3,18 +3,18 @@ import math
 
 import pytest
 import torch
+from classifier import train_classifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedbn.core.batches import batch_indices
 from fedbn.core.networks import build_network
 from fedbn.core.normalization import split
 from fedbn.core.training import (
     TrainingSettings,
-    batch_indices,
     derive_seed,
     proximal_term,
-    train_epochs,
 )
 from fedbn.tasks.connectome.network import ConnectomeMLP
 
@@ -43,13 +43,13 @@ def assert_equal_states(a, b):
 
 
 class TestSettings:
-    def test_defaults_are_the_reference(self):
+    def test_defaults(self):
         assert TrainingSettings().model_dump() == {
             "optimizer": "adam",
             "learning_rate": 1e-3,
-            "weight_decay": 5e-2,
+            "weight_decay": 0.0,
             "momentum": 0.0,
-            "batch_size": 100,
+            "batch_size": 32,
             "local_epochs": 1,
             "class_weights": None,
             "proximal_mu": 0.0,
@@ -177,7 +177,7 @@ class TestProximalTerm:
         for mu in (0.0, 0.3):
             model = make_network()
             changed = plain.model_copy(update={"proximal_mu": mu})
-            train_epochs(
+            train_classifier(
                 model, inputs, targets, changed, seed=1, shared_names=shared, reference=reference
             )
             after[mu] = copy_state(model)
@@ -195,7 +195,7 @@ class TestProximalTerm:
         chosen = TrainingSettings(
             optimizer="sgd", learning_rate=1e-6, weight_decay=0, batch_size=8, proximal_mu=1.0
         )
-        train_epochs(
+        train_classifier(
             model, inputs, targets, chosen, seed=1, shared_names=names, reference=reference
         )
         moved = (copy_state(model)["classifier.bias"] - start["classifier.bias"]).abs().min()
@@ -211,7 +211,7 @@ class TestProximalTerm:
             model = make_network()
             shared = split(model).shared
             reference = {name: copy_state(model)[name] for name in shared}
-            train_epochs(
+            train_classifier(
                 model,
                 inputs,
                 targets,
@@ -240,7 +240,7 @@ class TestProximalTerm:
             optimizer="sgd", learning_rate=1, weight_decay=0, batch_size=2, proximal_mu=0.25
         )
         zeros = {name: torch.zeros(2, 2) for name in ("a.weight", "b.weight")}
-        train_epochs(
+        train_classifier(
             model,
             torch.randn(2, 2),
             torch.tensor([0, 1]),
@@ -265,7 +265,7 @@ class TestProximalTerm:
         inputs, targets = make_data()
         chosen = TrainingSettings(proximal_mu=0.1)
         with pytest.raises(ValueError, match=match):
-            train_epochs(
+            train_classifier(
                 make_network(),
                 inputs,
                 targets,
@@ -290,6 +290,7 @@ class TestTrainEpochs:
         kind, changes = OPTIMIZERS[name]
         chosen = TrainingSettings(
             learning_rate=0.01,
+            weight_decay=5e-2,
             batch_size=5,
             local_epochs=3,
             class_weights=class_weights,
@@ -298,7 +299,7 @@ class TestTrainEpochs:
         inputs, targets = make_data(21)
         quiet = {"input_dropout": 0.0, "dropout": 0.0}
         model, plain = make_network(**quiet), make_network(**quiet)
-        outcome = train_epochs(model, inputs, targets, chosen, seed=9)
+        outcome = train_classifier(model, inputs, targets, chosen, seed=9)
 
         extra = {"momentum": 0.9} if name == "sgd" else {}
         optimizer = kind(plain.parameters(), lr=0.01, weight_decay=5e-2, **extra)
@@ -324,7 +325,7 @@ class TestTrainEpochs:
         inputs, targets = make_data(200)
         model = make_network(input_dropout=0.0, dropout=0.0)
         chosen = TrainingSettings(learning_rate=0.02, batch_size=20, local_epochs=15)
-        losses = train_epochs(model, inputs, targets, chosen, seed=0).losses
+        losses = train_classifier(model, inputs, targets, chosen, seed=0).losses
         assert losses[-1] < 0.5 * losses[0]
 
     def test_seed_alone_decides(self):
@@ -335,7 +336,7 @@ class TestTrainEpochs:
             model = make_network()
             torch.manual_seed(global_seed)
             before = torch.get_rng_state()
-            train_epochs(model, inputs, targets, chosen, seed=seed)
+            train_classifier(model, inputs, targets, chosen, seed=seed)
             assert torch.equal(before, torch.get_rng_state()), "the global state was changed"
             states.append(copy_state(model))
         assert_equal_states(states[0], states[1])
@@ -352,8 +353,8 @@ class TestTrainEpochs:
             calls.append((epoch, loss))
             torch.randn(100)
 
-        train_epochs(quiet, inputs, targets, chosen, seed=1)
-        outcome = train_epochs(noisy, inputs, targets, chosen, seed=1, on_epoch=on_epoch)
+        train_classifier(quiet, inputs, targets, chosen, seed=1)
+        outcome = train_classifier(noisy, inputs, targets, chosen, seed=1, on_epoch=on_epoch)
         assert calls == list(enumerate(outcome.losses))
         assert_equal_states(copy_state(quiet), copy_state(noisy))
 
@@ -362,10 +363,10 @@ class TestTrainEpochs:
         inputs, targets = make_data()
         chosen = TrainingSettings(batch_size=5, learning_rate=0.05)
         model, restarted = make_network(), make_network(seed=3)
-        train_epochs(model, inputs, targets, chosen, seed=1)
+        train_classifier(model, inputs, targets, chosen, seed=1)
         restarted.load_state_dict(copy_state(model))
         for network in (model, restarted):
-            train_epochs(network, inputs, targets, chosen, seed=2)
+            train_classifier(network, inputs, targets, chosen, seed=2)
         assert_equal_states(copy_state(model), copy_state(restarted))
 
     @pytest.mark.parametrize("n", [2, 3, 5, 9, 101])
@@ -373,7 +374,7 @@ class TestTrainEpochs:
         inputs, targets = make_data(n)
         for batch_size in (2, 4, 100):
             chosen = TrainingSettings(batch_size=batch_size)
-            train_epochs(make_network(), inputs, targets, chosen, seed=0)
+            train_classifier(make_network(), inputs, targets, chosen, seed=0)
 
     def test_images(self):
         model = nn.Sequential(
@@ -381,7 +382,7 @@ class TestTrainEpochs:
         )
         model(torch.randn(2, 1, 32, 32))
         chosen = TrainingSettings(batch_size=4)
-        outcome = train_epochs(
+        outcome = train_classifier(
             model, torch.randn(5, 1, 32, 32), torch.tensor([0, 1, 2, 0, 1]), chosen, seed=0
         )
         assert outcome.n_steps == 1
@@ -391,7 +392,7 @@ class TestTrainEpochs:
         model = make_network()
         model.classifier.requires_grad_(False)
         start = copy_state(model)
-        train_epochs(model, inputs, targets, TrainingSettings(), seed=0)
+        train_classifier(model, inputs, targets, TrainingSettings(), seed=0)
         assert torch.equal(model.classifier.weight, start["classifier.weight"])
         assert not torch.equal(model.hidden[0].linear.weight, start["hidden.0.linear.weight"])
 
@@ -402,14 +403,14 @@ class TestTrainEpochs:
         for class_weights in ("balanced", [8 / (2 * 6), 8 / (2 * 2)]):
             model = make_network()
             chosen = TrainingSettings(class_weights=class_weights, batch_size=4)
-            train_epochs(model, inputs, targets, chosen, seed=0)
+            train_classifier(model, inputs, targets, chosen, seed=0)
             states.append(copy_state(model))
         assert_equal_states(*states)
 
     def test_balanced_with_one_class_present(self):
         inputs, targets = make_data(6)
         chosen = TrainingSettings(class_weights="balanced")
-        outcome = train_epochs(make_network(), inputs, targets * 0, chosen, seed=0)
+        outcome = train_classifier(make_network(), inputs, targets * 0, chosen, seed=0)
         assert math.isfinite(outcome.losses[0])
 
     @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
@@ -418,15 +419,15 @@ class TestTrainEpochs:
         chosen = TrainingSettings(batch_size=5, proximal_mu=0.1)
         bare, inner = make_network(), make_network()
         shared = split(bare).shared
-        train_epochs(bare, inputs, targets, chosen, seed=1, shared_names=shared)
-        train_epochs(wrap(inner), inputs, targets, chosen, seed=1, shared_names=shared)
+        train_classifier(bare, inputs, targets, chosen, seed=1, shared_names=shared)
+        train_classifier(wrap(inner), inputs, targets, chosen, seed=1, shared_names=shared)
         for name, value in bare.state_dict().items():
             torch.testing.assert_close(inner.state_dict()[name], value)
 
     def test_inputs_are_not_changed(self):
         inputs, targets = make_data()
         copy = inputs.clone()
-        train_epochs(make_network(), inputs, targets, TrainingSettings(batch_size=4), seed=0)
+        train_classifier(make_network(), inputs, targets, TrainingSettings(batch_size=4), seed=0)
         assert torch.equal(inputs, copy)
 
     def test_nothing_is_kept_from_call_to_call(self):
@@ -439,10 +440,10 @@ class TestTrainEpochs:
 
         chosen = TrainingSettings(batch_size=5, proximal_mu=0.1)
         shared = split(model).shared
-        train_epochs(model, inputs, targets, chosen, seed=0, shared_names=shared)
+        train_classifier(model, inputs, targets, chosen, seed=0, shared_names=shared)
         before = n_tensors()
         for call in range(5):
-            train_epochs(model, inputs, targets, chosen, seed=call, shared_names=shared)
+            train_classifier(model, inputs, targets, chosen, seed=call, shared_names=shared)
         assert n_tensors() == before
         assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -457,7 +458,7 @@ class TestTrainEpochs:
         inputs, targets = make_data()
         inputs[3, 4] = value
         with pytest.raises(FloatingPointError, match=match):
-            train_epochs(
+            train_classifier(
                 make_network(input_dropout=0.0),
                 inputs,
                 targets,
@@ -470,7 +471,7 @@ class TestTrainEpochs:
         model = make_network()
         chosen = TrainingSettings(optimizer="sgd", learning_rate=1e38, weight_decay=1e38)
         with pytest.raises(FloatingPointError, match=r"entry '.*' has values that are not finite"):
-            train_epochs(model, inputs, targets, chosen, seed=0)
+            train_classifier(model, inputs, targets, chosen, seed=0)
 
     @pytest.mark.parametrize(
         ("targets", "changes", "match"),
@@ -479,25 +480,25 @@ class TestTrainEpochs:
             (torch.tensor([0, 1, -1, 0]), {}, "classes -1 to 1"),
             (torch.tensor([0, 1, 0]), {}, "but there are 4 samples"),
             (torch.tensor([[0], [1], [0], [1]]), {}, r"shape \(4, 1\)"),
-            (torch.tensor([0.0, 1.0, 0.0, 1.0]), {}, "must be integer classes"),
+            (torch.tensor([0.0, 1.0, 0.0, 1.0]), {}, "classes are integers"),
             (torch.tensor([0, 1, 0, 1]), {"class_weights": [1, 1, 1]}, "class_weights has 3"),
         ],
     )
     def test_refuses(self, targets, changes, match):
         inputs, _ = make_data(4)
         with pytest.raises(ValueError, match=match):
-            train_epochs(make_network(), inputs, targets, TrainingSettings(**changes), seed=0)
+            train_classifier(make_network(), inputs, targets, TrainingSettings(**changes), seed=0)
 
     @pytest.mark.parametrize("n", [0, 1])
     def test_refuses_a_site_with_too_few_samples(self, n):
         inputs, targets = make_data(n)
         with pytest.raises(ValueError, match="a site needs at least two training samples"):
-            train_epochs(make_network(), inputs, targets, TrainingSettings(), seed=0)
+            train_classifier(make_network(), inputs, targets, TrainingSettings(), seed=0)
 
     def test_refuses_a_network_without_logits(self):
         model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
         with pytest.raises(ValueError, match=r"logits \(n, n_classes\), got \(3, 2, 4, 4\)"):
-            train_epochs(
+            train_classifier(
                 model, torch.randn(3, 1, 4, 4), torch.zeros(3).long(), TrainingSettings(), seed=0
             )
 
@@ -505,4 +506,4 @@ class TestTrainEpochs:
         inputs, targets = make_data()
         model = ConnectomeMLP(in_features=N_FEATURES).requires_grad_(False)
         with pytest.raises(ValueError, match="ConnectomeMLP has no parameter to train"):
-            train_epochs(model, inputs, targets, TrainingSettings(), seed=0)
+            train_classifier(model, inputs, targets, TrainingSettings(), seed=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+
 import pytest
 import torch
+from classifier import train_classifier
 
 from data_prep.site_store import read_site_store
 from fedbn.core import control_variates
@@ -12,10 +14,10 @@ from fedbn.core.aggregation import WeightedMean
 from fedbn.core.control_variates import PREFIX
 from fedbn.core.networks import NoHeadError
 from fedbn.core.normalization import StateMismatchError, entries
-from fedbn.core.training import derive_seed, train_epochs
+from fedbn.core.training import derive_seed
 from fedbn.federation.experiment import ExperimentError
 from fedbn.federation.results import without_nan
-from fedbn.federation.simulation import federate, read_stores, run_federation
+from fedbn.federation.simulation import federate, read_sites, run_federation
 from fedbn.federation.site import Site
 from fedbn.study.methods import METHODS, method
 
@@ -29,7 +31,7 @@ FEDERATED_IN_FLARE = [name for name, found in METHODS.items() if found.in_flare]
 def run(data_root, experiment):
     def go(**changes):
         settings = experiment(**changes)
-        return federate(settings, read_stores(data_root, settings), score_rounds=False)
+        return federate(settings, read_sites(data_root, settings), score_rounds=False)
 
     return go
 
@@ -67,9 +69,10 @@ def test_two_rounds_of_scaffold_by_hand(run, make_site, policy):
         y = {}
         for name, site in sites.items():
             site.network.load_state_dict({**x, **local[name]})
-            outcome = train_epochs(
+            outcome = train_classifier(
                 site.network,
-                *site.training_data,
+                site.train_samples.inputs,
+                site.train_samples.targets,
                 site.experiment.training,
                 seed=derive_seed(5, name, number, "train"),
                 correction={k: c[k] - own[name][k] for k in trained},
@@ -108,7 +111,7 @@ def test_the_first_round_of_scaffold_is_that_of_plain_sgd_and_the_second_is_not(
 def test_a_site_alone_under_scaffold_is_plain_sgd(make_site):
     """With one site c equals c_i: nothing is corrected."""
     corrected = make_site(**SCAFFOLD).train_alone()
-    assert np.array_equal(corrected, make_site(training=SGD).train_alone())
+    assert corrected == make_site(training=SGD).train_alone()
 
 
 def test_a_message_without_control_variates_is_refused(make_site):
@@ -145,7 +148,7 @@ def test_a_federation_in_which_nothing_is_shared_is_every_site_alone(run, make_s
         probability = site.train_alone()
         assert same(found.local[name], entries(site.network, site.network.state_dict()))
         after = found.sites[name].evaluate(found.received[name], found.local[name])
-        assert np.array_equal(after, probability)
+        assert after == probability
 
 
 def test_alone_there_is_nothing_to_hold_on_to(experiment):
@@ -209,7 +212,7 @@ def test_groups_do_not_depend_on_the_order_of_sites(run, three_sites, policy):
 
 def test_groups_of_a_round_are_in_the_report(data_root, experiment, three_sites):
     settings = experiment(sites=three_sites, algorithm=cuts())
-    report = run_federation(settings, read_stores(data_root, settings)).report
+    report = run_federation(settings, read_sites(data_root, settings)).report
     assert len(report["rounds"][-1]["groups"]) == 3
     assert report["rounds"][0]["updates"][0]["sites"] == list(three_sites)
 
@@ -246,14 +249,17 @@ def test_all_entries_are_tuned_by_further_epochs(run, make_site):
     by_hand = make_site("UM", training={**vars(site.experiment.training), "local_epochs": 3})
     by_hand.network.load_state_dict(before)
     seed = derive_seed(5, "UM", "finetune")
-    outcome = train_epochs(
-        by_hand.network, *by_hand.training_data, by_hand.experiment.training, seed=seed
+    outcome = train_classifier(
+        by_hand.network,
+        by_hand.train_samples.inputs,
+        by_hand.train_samples.targets,
+        by_hand.experiment.training,
+        seed=seed,
     )
     assert outcome.n_steps == 3 * 3
     assert same(after, entries(by_hand.network, by_hand.network.state_dict()))
-    assert np.array_equal(
-        probability, site.evaluate({k: after[k] for k in found.shared}, found_local(after, found))
-    )
+    shared = {k: after[k] for k in found.shared}
+    assert probability == site.evaluate(shared, found_local(after, found))
 
 
 def found_local(state, federation):
@@ -278,7 +284,7 @@ def test_fine_tuning_is_scored_beside_the_federation_and_changes_nothing_of_it(
     reports = []
     for finetune in (None, {"epochs": 3}):
         settings = experiment(finetune=finetune, compare_with_alone=True)
-        reports.append(run_federation(settings, read_stores(data_root, settings)).report)
+        reports.append(run_federation(settings, read_sites(data_root, settings)).report)
     plain, tuned = reports
     for site, report in tuned["sites"].items():
         assert "finetuned" not in plain["sites"][site]
@@ -309,12 +315,12 @@ def test_every_method_that_flare_runs_gives_the_outcome_of_its_experiment(
     data_root, experiment, name
 ):
     settings = method(name).experiment(experiment())
-    stores = read_stores(data_root, settings)
+    stores = read_sites(data_root, settings)
     outcomes = method(name).run(settings, stores)
     report = run_federation(settings, stores).report
     scored = "finetuned" if settings.finetune else "federated"
     for site, outcome in outcomes.items():
-        found = Site(site, stores[site], settings).metrics(outcome.test_probability)
+        found = settings.task.measure(dataclasses.replace(outcome.test, facts={}))
         assert report["sites"][site][scored] == without_nan(found)
 
 

@@ -11,7 +11,7 @@ import torch
 from data_prep.site_store import StoreError, read_site_store
 from fedbn.federation.results import weights_digest
 from fedbn.federation.simulation import federate as in_process
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.federation.site import Site, make_network
 
 NORM = "hidden.0.norm"
@@ -21,7 +21,7 @@ NORM = "hidden.0.norm"
 def federate(data_root, experiment):
     def run(**changes):
         settings = experiment(**changes)
-        return run_federation(settings, read_stores(data_root, settings))
+        return run_federation(settings, read_sites(data_root, settings))
 
     return run
 
@@ -117,7 +117,7 @@ def test_fedavg_is_not_a_hidden_silobn(federate, data_root, experiment):
         Site("NYU", store, experiment(policy=policy)).evaluate(result.shared, result.local["NYU"])
         for policy, result in (("silobn", silobn), ("none", fedavg))
     ]
-    assert np.abs(scores[0] - scores[1]).max() > 1e-3
+    assert np.abs(scores[0].columns["p_1"] - scores[1].columns["p_1"]).max() > 1e-3
 
 
 def test_one_site_is_its_own_mean(federate, data_root, experiment):
@@ -224,7 +224,7 @@ def test_the_report_tells_rounds_and_scores(federate):
 def test_rounds_are_told_as_they_finish(data_root, experiment):
     told = []
     settings = experiment(rounds=3)
-    run_federation(settings, read_stores(data_root, settings), on_round=told.append)
+    run_federation(settings, read_sites(data_root, settings), on_round=told.append)
     assert told == [0, 1, 2]
 
 
@@ -236,7 +236,7 @@ def test_a_missing_store_is_named(data_root, experiment):
     with pytest.raises(
         StoreError, match=r"no site store at .*UM \(no such folder, only NYU\): make one"
     ):
-        read_stores(data_root, experiment())
+        read_sites(data_root, experiment())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_stores_that_do_not_fit_together_are_refused(
 ):
     write_store(data_root / "UM", "UM", **changes)
     with pytest.raises(StoreError, match=reason):
-        read_stores(data_root, experiment())
+        read_sites(data_root, experiment())
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_site_that_cannot_train_is_named(data_root, experiment, write_store, c
     write_store(data_root / "UM", "UM", **changes)
     settings = experiment()
     with pytest.raises(StoreError, match=reason):
-        run_federation(settings, read_stores(data_root, settings))
+        run_federation(settings, read_sites(data_root, settings))
 
 
 def test_a_one_class_test_set_is_null_with_a_reason_and_left_out_of_means(
@@ -276,7 +276,7 @@ def test_a_one_class_test_set_is_null_with_a_reason_and_left_out_of_means(
     diagnoses = ("autism",) * 4 + ("control", "autism") * 6
     write_store(data_root / "UM", "UM", n_subjects=16, diagnoses=diagnoses)
     settings = experiment(n_folds=2, compare_with_alone=True)
-    stores = read_stores(data_root, settings)
+    stores = read_sites(data_root, settings)
 
     participants = tuple(  # fixed folds: the first four subjects, of one class, are the test set
         dataclasses.replace(participant, fold=int(k >= 4))
@@ -298,10 +298,10 @@ def test_a_one_class_test_set_is_null_with_a_reason_and_left_out_of_means(
 
 def test_a_federation_that_is_not_scored_in_each_round_has_the_same_weights(data_root, experiment):
     settings = experiment()
-    stores = read_stores(data_root, settings)
+    stores = read_sites(data_root, settings)
     scored, unscored = (in_process(settings, stores, score_rounds=s) for s in (True, False))
     assert weights_digest(scored.shared) == weights_digest(unscored.shared)
     for site in settings.sites:
         assert weights_digest(scored.local[site]) == weights_digest(unscored.local[site])
-    assert all(len(rounds) == settings.rounds for rounds in scored.predictions.values())
-    assert unscored.predictions == {site: {} for site in settings.sites}
+    assert all(len(rounds) == settings.rounds for rounds in scored.scores.values())
+    assert unscored.scores == {site: {} for site in settings.sites}

@@ -6,12 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from classifier import train_classifier
 
 from data_prep.site_store import StoreError, assign_folds, read_site_store
 from fedbn.core.networks import build_network
 from fedbn.core.normalization import NoBatchNormError
-from fedbn.core.training import derive_seed, train_epochs
+from fedbn.core.training import derive_seed
 from fedbn.federation.site import Preparation, Site, make_network, prepare
+from fedbn.tasks.connectome.task import rows_of
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def plain_training(store, experiment):
     network = build_network("ConnectomeMLP", experiment.network.args, experiment.seed)
     for number in range(experiment.rounds):
         seed = derive_seed(experiment.seed, store.site, number, "train")
-        train_epochs(network, inputs, targets, experiment.training, seed=seed)
+        train_classifier(network, inputs, targets, experiment.training, seed=seed)
     return network.state_dict()
 
 
@@ -66,7 +68,7 @@ def test_training_alone_is_a_federation_of_one(store, experiment):
     site = Site("NYU", store, experiment(rounds=3))
     _, last = site_rounds(site)
     told = []
-    assert np.array_equal(site.train_alone(told.append), last.after)
+    assert site.train_alone(told.append) == last.after["test"]
     assert told == [0, 1, 2]
 
 
@@ -74,9 +76,9 @@ def test_scores_before_training_are_those_of_the_received_weights(store, experim
     site = Site("NYU", store, experiment())
     shared, local = site.initial_shared(), site.initial_local()
     result = site.train_round(shared, local, 0)
-    assert np.array_equal(result.before, site.evaluate(shared, local))
-    assert np.array_equal(result.after, site.evaluate(result.shared, result.local))
-    assert not np.array_equal(result.before, result.after)
+    assert result.before == {"test": site.evaluate(shared, local)}
+    assert result.after == {"test": site.evaluate(result.shared, result.local)}
+    assert result.before != result.after
 
 
 def test_what_a_round_gives_back_does_not_change_later(store, experiment):
@@ -101,7 +103,7 @@ def test_a_round_depends_on_its_arguments_alone(store, experiment):
     for result in (again, anew):
         assert same(result.shared, expected.shared)
         assert same(result.local, expected.local)
-        assert np.array_equal(result.after, expected.after)
+        assert result.after == expected.after
     assert not same(site.train_round(shared, local, 2).shared, expected.shared)
 
 
@@ -109,8 +111,8 @@ def test_seeds_decide_weights_folds_and_order(store, experiment):
     sites = [Site("NYU", store, experiment(seed=seed)) for seed in (0, 0, 1)]
     assert same(sites[0].initial_shared(), sites[1].initial_shared())
     assert not same(sites[0].initial_shared(), sites[2].initial_shared())
-    rows = [site.preparation.test_rows.tolist() for site in sites]
-    assert rows[0] == rows[1] != rows[2]
+    tests = [site.preparation.split.test.tolist() for site in sites]
+    assert tests[0] == tests[1] != tests[2]
 
 
 def test_all_sites_begin_with_the_same_entries(data_root, experiment):
@@ -126,13 +128,12 @@ def test_subjects_are_disjoint_and_each_is_tested_once(store, experiment):
     tested = []
     for fold in range(4):
         preparation = prepare("NYU", store, experiment(fold=fold))
-        train, test = preparation.train_rows.numpy(), preparation.test_rows.numpy()
-        assert sorted([*train, *test]) == list(range(len(store.connectomes)))
-        owners = store.sample_participant
-        assert not set(owners[train]) & set(owners[test])
-        tested += sorted(set(owners[test]))
-        assert preparation.facts["n_train_subjects"] == len(set(owners[train]))
-        assert preparation.facts["n_test_samples"] == len(test)
+        train, validation, test = preparation.split
+        assert sorted([*train, *test]) == list(range(len(store.participants)))
+        assert len(validation) == 0
+        tested += test.tolist()
+        assert preparation.facts["n_train_subjects"] == len(train)
+        assert preparation.facts["n_test_samples"] == 3 * len(test)
     assert sorted(tested) == list(range(20))
 
 
@@ -145,20 +146,20 @@ def test_the_z_score_is_fitted_on_training_subjects_alone(store, experiment, wri
 
         return change
 
-    write_store(tmp_path / "a", "NYU", edit=edit(before.test_rows.numpy()))
-    write_store(tmp_path / "b", "NYU", edit=edit(before.train_rows.numpy()[:3]))
+    write_store(tmp_path / "a", "NYU", edit=edit(rows_of(store, before.split.test)))
+    write_store(tmp_path / "b", "NYU", edit=edit(rows_of(store, before.split.train)[:3]))
     test_changed = prepare("NYU", read_site_store(tmp_path / "a"), experiment())
     train_changed = prepare("NYU", read_site_store(tmp_path / "b"), experiment())
-    assert torch.equal(test_changed.train_rows, before.train_rows)
-    assert torch.equal(test_changed.mean, before.mean)
-    assert torch.equal(test_changed.std, before.std)
-    assert not torch.equal(train_changed.mean, before.mean)
+    assert np.array_equal(test_changed.split.train, before.split.train)
+    assert torch.equal(test_changed.fitted["mean"], before.fitted["mean"])
+    assert torch.equal(test_changed.fitted["std"], before.fitted["std"])
+    assert not torch.equal(train_changed.fitted["mean"], before.fitted["mean"])
 
 
 def test_training_does_not_look_at_test_subjects(store, experiment, write_store, tmp_path):
     """What is learned, and which folds there are, has the same bits whatever they hold."""
     expected, _ = site_rounds(Site("NYU", store, experiment()))
-    rows = prepare("NYU", store, experiment()).test_rows.numpy()
+    rows = rows_of(store, prepare("NYU", store, experiment()).split.test)
 
     def change(values, _):
         values[rows] = -3 * values[rows]
@@ -170,14 +171,16 @@ def test_training_does_not_look_at_test_subjects(store, experiment, write_store,
 
 def test_standardised_inputs(store, experiment):
     site = Site("NYU", store, experiment())
-    inputs, targets = site.training_data
+    inputs, targets = site.train_samples.inputs, site.train_samples.targets
     assert inputs.dtype == torch.float32
     assert torch.allclose(inputs.mean(dim=0), torch.zeros(66), atol=1e-5)
     assert torch.allclose(inputs.std(dim=0, correction=0), torch.ones(66), atol=1e-4)
     assert len(targets) == len(inputs) == 45
     raw = Site("NYU", store, experiment(standardization="none"))
-    rows = raw.preparation.train_rows.numpy()
-    assert torch.equal(raw.training_data[0], torch.from_numpy(np.array(store.connectomes[rows])))
+    rows = rows_of(store, raw.preparation.split.train)
+    assert torch.equal(
+        raw.train_samples.inputs, torch.from_numpy(np.array(store.connectomes[rows]))
+    )
 
 
 def test_an_edge_that_does_not_vary_becomes_zero(experiment, write_store, tmp_path):
@@ -186,8 +189,8 @@ def test_an_edge_that_does_not_vary_becomes_zero(experiment, write_store, tmp_pa
 
     write_store(tmp_path / "NYU", "NYU", edit=change)
     site = Site("NYU", read_site_store(tmp_path / "NYU"), experiment())
-    inputs, _ = site.training_data
-    assert float(site.preparation.std[5]) == 1
+    inputs = site.train_samples.inputs
+    assert float(site.preparation.fitted["std"][5]) == 1
     assert inputs[:, 5].abs().max() < 1e-5
     assert torch.isfinite(inputs).all()
 
@@ -196,21 +199,20 @@ def test_many_samples_are_read_in_chunks_with_the_same_result(experiment, write_
     write_store(tmp_path / "NYU", "NYU", n_windows=60)
     store = read_site_store(tmp_path / "NYU")
     site = Site("NYU", store, experiment())
-    rows = site.preparation.train_rows.numpy()
+    rows = rows_of(store, site.preparation.split.train)
     assert len(rows) > 512
     features = np.asarray(store.connectomes)[rows].astype(np.float64)
-    assert np.allclose(site.preparation.mean, features.mean(axis=0), atol=1e-6)
-    assert np.allclose(site.preparation.std, features.std(axis=0), rtol=1e-6)
+    assert np.allclose(site.preparation.fitted["mean"], features.mean(axis=0), atol=1e-6)
+    assert np.allclose(site.preparation.fitted["std"], features.std(axis=0), rtol=1e-6)
     expected = (features - features.mean(axis=0)) / features.std(axis=0)
-    assert np.allclose(site.training_data[0], expected, atol=1e-5)
+    assert np.allclose(site.train_samples.inputs, expected, atol=1e-5)
 
 
 # -------------------------------------------------------------------- a share of the training data
 
 
 def training_subjects(store, settings):
-    rows = prepare(store.site, store, settings).train_rows.numpy()
-    return set(store.sample_participant[rows].tolist())
+    return set(prepare(store.site, store, settings).split.train.tolist())
 
 
 def test_a_share_is_drawn_by_subject_stratified_and_nested(write_store, experiment, tmp_path):
@@ -228,7 +230,7 @@ def test_a_share_is_drawn_by_subject_stratified_and_nested(write_store, experime
         assert facts["n_train_samples"] == 3 * len(found[share])
         assert facts["autism_share_train"] == pytest.approx(n_autism / len(found[share]))
         whole = prepare("NYU", store, experiment())
-        assert torch.equal(preparation.test_rows, whole.test_rows)
+        assert np.array_equal(preparation.split.test, whole.split.test)
         assert facts["n_test_subjects"] == whole.facts["n_test_subjects"]
     assert found[0.1] < found[0.25] < found[0.5] < found[1.0]
 
@@ -253,8 +255,7 @@ def test_a_share_depends_on_seed_fold_and_site_and_not_on_the_order_of_subjects(
 
 def test_subjects_that_are_left_out_have_no_influence(store, experiment, write_store, tmp_path):
     half = experiment(training_share=0.5)
-    rows = prepare("NYU", store, half)
-    kept = np.concatenate([rows.train_rows.numpy(), rows.test_rows.numpy()])
+    kept = rows_of(store, np.concatenate(prepare("NYU", store, half).split))
 
     def change(values, _):
         values[np.setdiff1d(np.arange(len(values)), kept)] *= 1e3
@@ -273,9 +274,9 @@ def test_subjects_that_are_left_out_have_no_influence(store, experiment, write_s
         (
             {"diagnoses": ("autism", *["control"] * 3), "n_subjects": 24},
             0.1,
-            "training_share 0.1 leaves none of its 4 training subjects of the diagnosis 'autism'",
+            "training_share 0.1 leaves none of its 4 training subjects of 'autism'",
         ),
-        ({}, {"NYU": 0.1}, "training_share 0.1 leaves 2 of 15 training subjects, at least 4 are"),
+        ({}, {"NYU": 0.1}, "2 training subjects of 20 are too few to train on"),
     ],
 )
 def test_a_share_that_leaves_too_little_is_refused(
@@ -296,8 +297,7 @@ def test_folds_of_the_store_are_used(experiment, write_store, tmp_path):
     store = read_site_store(tmp_path / "NYU")
     for seed in (0, 1):
         preparation = prepare("NYU", store, experiment(fold=2, seed=seed))
-        owners = sorted(set(store.sample_participant[preparation.test_rows.numpy()]))
-        assert owners == [k for k in range(20) if k // 2 % 4 == 2]
+        assert preparation.split.test.tolist() == [k for k in range(20) if k // 2 % 4 == 2]
 
 
 def one_subject_in_no_fold(_, participants):
@@ -346,7 +346,7 @@ def test_subjects_in_no_fold_are_told(experiment, write_store, tmp_path):
         ({"n_subjects": 4, "folds": 2}, "2 training subjects of 4 are too few to train on"),
         (
             {"diagnoses": ("control",), "folds": 4},
-            "all 15 training subjects are of the diagnosis 'control'; training needs both",
+            "all 15 training subjects are of the class 'control'; training needs at least two",
         ),
     ],
 )
@@ -371,7 +371,7 @@ def test_a_preparation_of_another_store_is_refused(store, experiment, data_root,
             "NYU",
             read_site_store(data_root / "NYU"),
             experiment(),
-            preparation=Preparation(**preparation.tensors(), facts=preparation.facts),
+            preparation=preparation,
         )
 
 
@@ -418,16 +418,19 @@ def test_policies_decide_what_a_round_gives_away(store, experiment, policy, kept
     assert set(network.state_dict()) == set(result.shared) | set(result.local)
 
 
-def test_subjects_that_a_second_model_corrects_and_loses(store, experiment):
-    site = Site("NYU", store, experiment())
-    targets = site.test_targets
-    right = np.stack([1.0 - targets, targets], axis=1)
-    subjects = list(dict.fromkeys(site.test_participants))
-    first, second = right.copy(), right.copy()
-    first[site.test_participants == subjects[0]] = right[site.test_participants == subjects[0]][
-        :, ::-1
-    ]
-    for lost in subjects[1:3]:
-        second[site.test_participants == lost] = right[site.test_participants == lost][:, ::-1]
-    assert site.subjects_changed(first, second) == {"corrected": 1, "lost": 2, "n": len(subjects)}
-    assert site.subjects_changed(right, right) == {"corrected": 0, "lost": 0, "n": len(subjects)}
+def test_a_preparation_comes_back_from_its_tensors(store, experiment):
+    made = prepare("NYU", store, experiment(validation={"share": 0.25}))
+    again = Preparation.from_tensors(made.tensors(), made.facts, store)
+    assert [part.tolist() for part in again.split] == [part.tolist() for part in made.split]
+    assert same(again.fitted, made.fitted)
+    assert again.facts == made.facts
+
+
+def test_a_preparation_of_version_0_1_is_read(store, experiment):
+    made = prepare("NYU", store, experiment())
+    rows = {f"{part}_rows": rows_of(store, getattr(made.split, part)) for part in ("train", "test")}
+    kept = {name: torch.from_numpy(values) for name, values in rows.items()} | made.fitted
+    again = Preparation.from_tensors(kept, made.facts | {"store": "of a time"}, store)
+    assert [part.tolist() for part in again.split] == [part.tolist() for part in made.split]
+    assert same(again.fitted, made.fitted)
+    assert again.facts == made.facts

@@ -30,6 +30,7 @@ from fedbn.federation.site_state import (
     save_checkpoint,
     write_json,
 )
+from fedbn.tasks.base import Scores
 
 
 def local_entries(value=1.0):
@@ -201,8 +202,8 @@ def test_names_cannot_leave_the_folder(tmp_path, state, name):
     for job, site in ((name, "NYU"), ("abide", name)):
         with pytest.raises(SiteStateError, match="cannot name a folder of site state"):
             SiteState.under(tmp_path, job=job, site=site, network="n")
-    with pytest.raises(SiteStateError, match="cannot name a file of predictions"):
-        state.save_predictions(name, y=np.zeros(2))
+    with pytest.raises(SiteStateError, match="cannot name a file of scores"):
+        state.save_scores(name, {"final": some_scores()})
     assert all_files(tmp_path) == []
 
 
@@ -245,46 +246,50 @@ def test_fingerprint_names_class_names_shapes_and_dtypes():
     assert len({print_of_base, *others}) == 6
 
 
-# -------------------------------------------------------------------------------------- predictions
+# ------------------------------------------------------------------------------------------ scores
 
 
-def test_predictions_come_back_sorted_by_name(state):
-    assert state.load_predictions() == {}
-    state.save_predictions(
-        "round-1", probability=np.array([0.25, 0.5]), subject=np.array(["a", "b"])
-    )
-    state.save_predictions("round-0", probability=np.zeros((0, 2), np.float32))
-    kept = state.load_predictions()
+def some_scores(n=3):
+    columns = {"target": np.arange(n) % 2, "p_1": np.linspace(0, 1, n)}
+    windows = Scores(np.repeat(np.arange(n), 2), {"p_1": np.linspace(0, 1, 2 * n)})
+    return Scores(np.arange(n), columns, windows, {"threshold": 0.5})
+
+
+def test_scores_come_back_sorted_by_name(state):
+    assert state.load_scores() == {}
+    state.save_scores("round-1", {"before/test": some_scores(), "after/test": some_scores(4)})
+    state.save_scores("round-0", {"final": some_scores(0)})
+    kept = state.load_scores()
     assert list(kept) == ["round-0", "round-1"]
-    assert list(kept["round-1"]) == ["probability", "subject"]
-    assert kept["round-1"]["subject"].tolist() == ["a", "b"]
-    assert kept["round-0"]["probability"].shape == (0, 2)
+    assert kept["round-1"] == {"before/test": some_scores(), "after/test": some_scores(4)}
+    assert kept["round-1"]["before/test"] != some_scores(4)
+    assert kept["round-0"]["final"].columns["p_1"].shape == (0,)
 
 
-def test_predictions_with_python_objects_are_refused(state):
-    with pytest.raises(SiteStateError, match="array 'subject' holds Python objects"):
-        state.save_predictions("round-0", subject=np.array([{}], dtype=object))
-    assert state.load_predictions() == {}
+def test_scores_with_python_objects_are_refused(state):
+    objects = Scores(np.arange(1), {"subject": np.array([{}], dtype=object)})
+    with pytest.raises(SiteStateError, match=r"array 'final/column\.subject' holds Python objects"):
+        state.save_scores("round-0", {"final": objects})
+    assert state.load_scores() == {}
 
 
-def test_damaged_predictions_are_named(state):
-    state.save_predictions("round-0", probability=np.linspace(0, 1, 50))
+def test_damaged_scores_are_named(state):
+    state.save_scores("round-0", {"final": some_scores(50)})
     path = state.folder / "predictions" / "round-0.npz"
     whole = path.read_bytes()
-    original = state.load_predictions()["round-0"]["probability"]
     for position in random.Random(0).sample(range(len(whole)), 60):
         path.write_bytes(flipped(whole, position))
         try:
-            kept = state.load_predictions()["round-0"]
+            kept = state.load_scores()["round-0"]
         except SiteStateError as error:
             assert "round-0.npz" in str(error)  # noqa: PT017 - either outcome is right
         else:
-            assert np.array_equal(kept["probability"], original)
+            assert kept["final"] == some_scores(50)
     path.write_bytes(whole[:-30])
     with pytest.raises(
         SiteStateError, match=r"site 'NYU': predictions file .*round-0.npz is damag"
     ):
-        state.load_predictions()
+        state.load_scores()
 
 
 # ------------------------------------------------------------------------------------ writing fails

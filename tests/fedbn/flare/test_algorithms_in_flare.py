@@ -18,6 +18,7 @@ from fedbn.federation.site_state import (
     LOCAL_ENTRIES,
     SHARED_WEIGHTS,
     load_checkpoint,
+    read_scores_file,
 )
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.filters import BatchNormFilter
@@ -180,16 +181,15 @@ def test_the_fine_tuned_model_is_kept_beside_the_federated_one(make_client, expe
     report, _ = client.ask("final", to_arrays(shared), prepared=["NYU"])
     federated = site.evaluate(shared, local)
     tuned = site.finetune()
-    assert report["results"]["federated"] == site.metrics(federated)
-    assert report["results"]["finetuned"] == site.metrics(tuned)
+    assert report["results"]["federated"] == site.task.measure(federated)
+    assert report["results"]["finetuned"] == site.task.measure(tuned)
     files = [client.state_folder / name for name in ("model.pt", "model_finetuned.pt")]
     (plain, _), (finetuned, _) = (load_checkpoint(file, COMPLETE_MODEL) for file in files)
     changed = {name for name in plain if not torch.equal(plain[name], finetuned[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
     assert torch.equal(finetuned["classifier.bias"], site.network.classifier.bias)
-    with np.load(client.state_folder / "predictions" / "final.npz") as predictions:
-        assert np.array_equal(predictions["federated"], federated)
-        assert np.array_equal(predictions["finetuned"], tuned)
+    kept = read_scores_file(client.state_folder / "predictions" / "final.npz")
+    assert kept == {"federated": federated, "finetuned": tuned}
 
 
 # ----------------------------------------------------------------------------------------- alone

@@ -10,7 +10,7 @@ from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
 
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.flare.doctor import FAILED, OK, examine
 from fedbn.flare.filters import BatchNormFilter
 from fedbn.flare.persistor import SharedModelPersistor
@@ -104,6 +104,6 @@ def test_doctor_says_so_before_a_job_is_submitted(
 
 
 def test_what_a_researcher_runs_in_process_is_the_researcher_s_own(own, data_root):
-    result = run_federation(own, read_stores(data_root, own))
+    result = run_federation(own, read_sites(data_root, own))
     assert set(result.report["sites"]) == set(own.sites)
     assert isinstance(own, Experiment)

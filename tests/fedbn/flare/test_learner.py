@@ -17,16 +17,18 @@ from nvflare.app_common.app_constant import ValidateType
 
 from data_prep.site_store import read_site_store
 from fedbn.core.normalization import entries
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import (
     COMPLETE_MODEL,
     LOCAL_ENTRIES,
     load_checkpoint,
+    read_scores_file,
     save_checkpoint,
 )
 from fedbn.flare.job import to_arrays
 from fedbn.flare.learner import FedBNLearner
-from fedbn.tasks.evaluation import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.tasks.connectome.task import ConnectomeTask
 
 
 @pytest.fixture
@@ -92,21 +94,21 @@ def test_a_restart_between_all_tasks_changes_no_bit(make_client, experiment, sha
         assert answer.params_type == ParamsType.FULL
         assert answer.meta[FLMetaKey.NUM_STEPS_CURRENT_ROUND] == 45
         assert report["training_loss"] == result.outcome.losses
-        assert report[BEFORE_TRAINING] == site.quick_metrics(result.before)
-        assert report[AFTER_TRAINING] == site.quick_metrics(result.after)
+        assert report[BEFORE_TRAINING] == site.task.follow(result.before["test"])
+        assert report[AFTER_TRAINING] == site.task.follow(result.after["test"])
     client.restart()
     report, _ = client.ask("final", received, prepared=["NYU"])
     assert [point["round"] for point in report["results"]["curve"]] == [0, 1, 2]
     expected = site.evaluate({k: torch.from_numpy(v) for k, v in received.items()}, local)
-    with np.load(client.state_folder / "predictions" / "final.npz") as predictions:
-        assert np.array_equal(predictions["federated"], expected)
-    assert report["results"]["federated"] == site.metrics(expected)
+    kept_scores = read_scores_file(client.state_folder / "predictions" / "final.npz")
+    assert kept_scores["federated"] == expected
+    assert report["results"]["federated"] == site.task.measure(expected)
     assert "sub-" not in str(report)
     model, meta = load_checkpoint(client.state_folder / "model.pt", COMPLETE_MODEL)
     assert same({name: model[name] for name in local}, local)
     assert meta["facts"]["local entries"] == list(local)
-    assert meta["facts"]["classes"] == ["control", "autism"]
-    assert {"standardization.mean", "standardization.std"} <= set(model)
+    assert meta["facts"]["task"] == {"name": "connectome", "standardization": "site"}
+    assert {"fitted.mean", "fitted.std"} <= set(model)
 
 
 @pytest.mark.parametrize("policy", ["fedbn", "silobn", "none"])
@@ -164,8 +166,8 @@ def test_weights_of_another_workflow_are_scored_beside_the_sites_batch_norm(
     scores = client.learner.validate(FLModel(params_type=ParamsType.FULL, params=shared)).metrics
     site = Site("NYU", read_site_store(data_root / "NYU"), experiment())
     shared = {name: torch.from_numpy(array) for name, array in shared.items()}
-    assert scores == site.quick_metrics(site.evaluate(shared, kept(client)[0]))
-    assert scores != site.quick_metrics(site.evaluate(shared, site.initial_local()))
+    assert scores == site.task.follow(site.evaluate(shared, kept(client)[0]))
+    assert scores != site.task.follow(site.evaluate(shared, site.initial_local()))
 
 
 def test_a_local_model_is_not_given_away(make_client, experiment):
@@ -351,7 +353,7 @@ def test_an_array_that_changes_under_its_description_is_refused(
         file.write(content)
     client.restart()
     report, _ = client.ask("train", shared, 0, prepared=["NYU"])
-    assert "the store has changed since this job began" in report["error"]
+    assert "connectomes.npy" in report["error"]
 
 
 def test_other_shared_names_are_refused_and_the_state_is_kept(make_client, experiment, shared):
@@ -543,7 +545,7 @@ def test_a_package_that_is_missed_late_is_a_sentence_too(
     def fails(*_):
         raise ModuleNotFoundError("No module named 'sklearn.metrics'", name="sklearn.metrics")
 
-    monkeypatch.setattr(Site, "metrics", fails)
+    monkeypatch.setattr(ConnectomeTask, "measure", fails)
     report, _ = client.ask("final", shared, prepared=["NYU"])
     assert "missing in this site's Python: scikit-learn; install it" in report["error"]
 

@@ -105,7 +105,7 @@ def test_a_new_hospital_reads_the_run(make_run):
     run = read_run(workflow.persistor.path(workflow.fl_ctx))
     assert run.willing == ("NYU", "USM")
     results = json.loads((Path(workflow.get_run_dir()) / "results.json").read_text())
-    store = clients["NYU"].learner._load_site().store
+    store = clients["NYU"].learner._load_site().data
     assert results["signature"] == json.loads(json.dumps(store.signature()))
 
 

@@ -154,7 +154,7 @@ def test_a_device_that_is_full_in_the_preflight_is_no_misfit_of_the_network(make
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("fedbn.tasks.evaluation.predict", full)
+    monkeypatch.setattr("fedbn.tasks.classification.predict", full)
     report, _ = client.ask("preflight")
     assert "has no memory left" in report["error"]
     assert "cannot take" not in report["error"]

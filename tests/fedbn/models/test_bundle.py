@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep.files import FileError
 from data_prep.site_store import read_site_store
 from fedbn.federation.site_state import SiteStateError
 from fedbn.models import bundle as bundle_module
 from fedbn.models.bundle import BundleError, export_bundle, read_bundle
-from fedbn.models.site_model import SiteFacts, find_kept_model
-from fedbn.models.site_network import NOTICE
+from fedbn.models.site_model import NOTICE, SiteFacts, find_kept_model
 
 
 def exported(run, site, out):
@@ -92,7 +92,7 @@ def test_a_bundle_says_what_it_does_not_know(finished_run, tmp_path):
     folder, _ = export_bundle(kept, SiteFacts(), tmp_path / "bare")
     readme = (folder / "docs" / "README.md").read_text()
     assert "Its scores are not known" in readme
-    assert "it cannot say whether a scan is unlike" in readme
+    assert "it cannot say whether what it is asked about is unlike" in readme
     assert read_bundle(folder).facts["distances"] is None
 
 
@@ -158,7 +158,7 @@ def test_an_older_bundle_is_replaced_and_anything_else_is_not(finished_run, dama
     with pytest.raises(BundleError, match="holds something that is not a bundle of fedbn"):
         exported(finished_run, "NYU", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
-    with pytest.raises(BundleError, match=r"thesis\.txt is a file; name another place"):
+    with pytest.raises(FileError, match=r"bundle is not written .*thesis\.txt: File exists"):
         exported(finished_run, "NYU", tmp_path / "mine" / "thesis.txt" / "bundle")
     (damaged / "predictions").mkdir()
     (damaged / "predictions" / "predictions.tsv").write_text("")
@@ -175,7 +175,7 @@ def test_an_older_bundle_stays_if_the_new_one_cannot_be_written(finished_run, da
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bundle_module, "_check_files", fail)
-    with pytest.raises(BundleError, match=r"No space left on device.*older bundle is unchanged"):
+    with pytest.raises(FileError, match=r"stays as it was \(No space left on device\); free some"):
         exported(finished_run, "UM", damaged)
     assert read_bundle(damaged).site == "NYU"
 
@@ -199,7 +199,7 @@ def without(part, facts):
         (lambda f: f["connectome"].update(window=-3), r"connectome\.window: it must be gre"),
         (lambda f: f["connectome"].update(stride=0), r"connectome\.stride: it must be grea"),
         (lambda f: f["connectome"].update(rois=[1]), r"connectome\.rois\.0: it must be a "),
-        (lambda f: f["connectome"].update(rois=[["1", "a"]]), "states 28 edges for 1 regions"),
+        (lambda f: f["connectome"].update(rois=[["1", "a"]]), "28 edges for 1 regions"),
         (lambda f: f.update(distances={"features": [1.0]}), r"distances\.features: it must"),
         (lambda f: f.update(scan=[1]), r"fedbn\.scan: it must be an object"),
         (lambda f: f.update(threshold="0.5"), r"fedbn\.threshold: it must be a valid number"),

@@ -15,10 +15,11 @@ from data_prep.__main__ import app as data_prep
 from data_prep.site_store import StoreError, read_site_store
 from fedbn.__main__ import app
 from fedbn.core.aggregation import ContributionError
+from fedbn.core.batches import TensorSamples
 from fedbn.core.normalization import affine_names, entries, split, statistics_names
 from fedbn.federation.results import FORMAT as RESULTS_FORMAT
 from fedbn.federation.run_folder import SAVED_FILE
-from fedbn.federation.simulation import federate, read_stores
+from fedbn.federation.simulation import federate, read_sites
 from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import (
     COMPLETE_MODEL,
@@ -44,7 +45,7 @@ from fedbn.models.new_site import (
     unlabelled,
 )
 from fedbn.models.site_model import find_kept_model
-from fedbn.tasks import evaluation
+from fedbn.tasks.classification import predict
 
 NORM = "hidden.0.norm"
 GAMMA_BETA = (f"{NORM}.weight", f"{NORM}.bias")
@@ -163,7 +164,7 @@ def test_a_start_is_made_of_what_its_name_says(experiment, new_store, name):
     affine = {key: torch.full((8,), 2.0) for key in affine_names(network, partition)}
     moving = {key: torch.full((8,), 3.0) for key in statistics_names(network, partition)}
     load_start(
-        network, partition, start, shared, site.test_inputs, affine=affine, statistics=moving
+        network, partition, start, shared, site.test.inputs, affine=affine, statistics=moving
     )
     state = network.state_dict()
     assert all(
@@ -177,7 +178,7 @@ def test_a_start_is_made_of_what_its_name_says(experiment, new_store, name):
     for key, expected in zip(GAMMA_BETA, expected_affine, strict=True):
         assert torch.equal(state[key], expected), key
     with torch.no_grad():
-        hidden = network.hidden[0].activation(network.hidden[0].linear(site.test_inputs))
+        hidden = network.hidden[0].activation(network.hidden[0].linear(site.test.inputs))
     own = [hidden.mean(dim=0), hidden.var(dim=0)]
     expected_statistics = {
         "shared": [initial[key] + 0.25 for key in STATISTICS],
@@ -261,9 +262,9 @@ def test_adapt_writes_a_model_as_a_site_keeps_its_own(run_folder, gammas, new_st
     assert meta["facts"]["signature"] == json.loads(json.dumps(new_store.signature()))
     assert meta["facts"]["local entries"] == list(partition.local)
     raw = np.asarray(new_store.connectomes)
-    assert np.allclose(tensors["standardization.mean"], raw.mean(axis=0), atol=1e-5)
-    assert np.allclose(tensors["standardization.std"], raw.std(axis=0), rtol=1e-4)
-    assert set(tensors) == {*network.state_dict(), "standardization.mean", "standardization.std"}
+    assert np.allclose(tensors["fitted.mean"], raw.mean(axis=0), atol=1e-5)
+    assert np.allclose(tensors["fitted.std"], raw.std(axis=0), rtol=1e-4)
+    assert set(tensors) == {*network.state_dict(), "fitted.mean", "fitted.std"}
     report = json.loads((out / REPORT_FILE).read_text())
     assert report["start"] == "fedbn_affine"
     assert report["used"]["labels"] == "none"
@@ -289,12 +290,12 @@ def test_the_model_can_be_exported_and_asked_as_a_sites_own(
         site.partition,
         STARTS["fedbn_affine"],
         run.shared,
-        site.test_inputs,
+        site.test.inputs,
         affine=run.affine,
     )
-    raw = torch.from_numpy(np.array(new_store.connectomes))
-    asked = evaluation.predict(kept.model, raw)
-    assert np.allclose(asked, evaluation.predict(site.network, site.test_inputs), atol=1e-5)
+    raw = TensorSamples(torch.from_numpy(np.array(new_store.connectomes)), site.test.targets)
+    expected = predict(site.network, site.test)[0]
+    assert np.allclose(predict(kept.model, raw)[0], expected, atol=1e-5)
 
 
 def test_labels_play_no_part(run_folder, gammas, new_store, tmp_path, write_store):
@@ -432,9 +433,7 @@ def test_adapting_beats_untouched_batch_norm_at_a_new_scanner(
             n_folds=4,
             seed=0,
         )
-        federation = federate(
-            settings, read_stores(tmp_path / "data", settings), score_rounds=False
-        )
+        federation = federate(settings, read_sites(tmp_path / "data", settings), score_rounds=False)
         folder = write_run(
             tmp_path / new,
             write_experiment,
@@ -453,12 +452,10 @@ def test_adapting_beats_untouched_batch_norm_at_a_new_scanner(
             tensors, _ = load_checkpoint(out / "model.pt", COMPLETE_MODEL)
             network, _ = make_network(settings)
             network.load_state_dict({key: tensors[key] for key in network.state_dict()})
-            inputs = torch.from_numpy(np.array(store.connectomes))
-            scores = evaluation.evaluate_site(
-                store.labels[store.sample_participant],
-                evaluation.predict(network, inputs),
-                store.sample_participant,
+            samples = settings.task.samples(
+                store, np.arange(len(store.units)), {}, torch.device("cpu")
             )
+            scores = settings.task.measure(settings.task.score(network, samples))
             accuracy[name] = scores["subject"]["accuracy"]
         gains.append(accuracy["adapted"] - accuracy["untouched"])
     assert min(gains) > 0.1, gains

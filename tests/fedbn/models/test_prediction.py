@@ -17,20 +17,19 @@ from data_prep.timeseries import ExtractionSettings, extract_time_series
 from fedbn.__main__ import app
 from fedbn.models.bundle import export_bundle, read_bundle
 from fedbn.models.prediction import (
-    N_CONNECTIONS,
-    AtlasFiles,
     PredictionError,
+    _trained,
     held_out_accuracy,
     predict,
     predict_files,
-    read_scans,
-    scan_of_series,
+    verdict,
 )
-from fedbn.models.site_model import SiteFacts, find_kept_model
-from fedbn.models.site_network import NOTICE
+from fedbn.models.site_model import NOTICE, SiteFacts, find_kept_model
 from fedbn.report import prediction_picture as picture_module
 from fedbn.report.prediction_files import write_predictions
 from fedbn.report.prediction_picture import prediction_picture
+from fedbn.tasks.classification import probabilities
+from fedbn.tasks.connectome.prediction import N_CONNECTIONS, scan_of_series
 
 
 @pytest.fixture
@@ -49,15 +48,24 @@ def changed(bundle):
 
     def change(**changes):
         facts = {**bundle.facts, **{k: v for k, v in changes.items() if k != "connectome"}}
-        facts["connectome"] = {**bundle.signature, **changes.get("connectome", {})}
+        facts["connectome"] = {**bundle.facts["connectome"], **changes.get("connectome", {})}
         return dataclasses.replace(bundle, facts=facts)
 
     return change
 
 
 def of_files(bundle, *paths, only=slice(None)):
-    scans = list(read_scans(bundle, paths))
-    return [predict(bundle, scan) for scan in scans[only]]
+    return [predict(bundle, case) for case in list(cases_of(bundle, *paths))[only]]
+
+
+def cases_of(bundle, *paths, options=None):
+    return bundle.side.cases(
+        bundle.trained_on, paths, options or {}, lambda data: _trained(bundle, data)
+    )
+
+
+def of_windows(prediction):
+    return probabilities(prediction.scores.parts)[:, 1]
 
 
 def rows_of(path):
@@ -70,10 +78,10 @@ def rows_of(path):
 
 def test_a_store_is_scored_as_in_the_results(finished_run, bundle):
     predictions = predict_files(bundle, [finished_run.data / "NYU"])
-    right, n = held_out_accuracy(predictions, 0.5)
+    right, n = held_out_accuracy(bundle, predictions, 0.5)
     scores = finished_run.results["sites"]["NYU"]["federated"]["subject"]
     assert (n, right / n) == (scores["n"], scores["accuracy"])
-    assert sum(p.scan.in_training for p in predictions) == len(predictions) - n
+    assert sum(p.case.in_training for p in predictions) == len(predictions) - n
 
 
 @pytest.mark.parametrize("ending", ["1D", "tsv", "csv"])
@@ -82,9 +90,9 @@ def test_a_file_of_time_series_gives_what_the_store_gives(finished_run, bundle, 
     path = finished_run.write_series(tmp_path / f"a.{ending}", "sub-NY04", separator=separator)
     (found,) = of_files(bundle, path)
     (of_store,) = of_files(bundle, finished_run.data / "NYU", only=slice(4, 5))
-    assert of_store.scan.name == "sub-NY04"
-    assert found.window_probability == pytest.approx(of_store.window_probability, abs=1e-6)
-    assert found.scan.name == "a"
+    assert of_store.case.name == "sub-NY04"
+    assert of_windows(found) == pytest.approx(of_windows(of_store), abs=1e-6)
+    assert found.case.name == "a"
 
 
 def test_columns_in_another_order_are_matched_by_id(finished_run, bundle, tmp_path, rng):
@@ -92,19 +100,19 @@ def test_columns_in_another_order_are_matched_by_id(finished_run, bundle, tmp_pa
     straight = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
     shuffled = finished_run.write_series(tmp_path / "b.csv", "sub-NY04", order=order, separator=",")
     one, other = of_files(bundle, straight, shuffled)
-    assert np.array_equal(one.scan.connectomes, other.scan.connectomes)
+    assert torch.equal(one.case.samples.inputs, other.case.samples.inputs)
 
 
 def test_the_attributions_add_up_to_the_log_odds(finished_run, bundle):
     for found in of_files(bundle, finished_run.data / "UM", only=slice(5)):
-        log_odds = np.log(found.window_probability / (1 - found.window_probability))
-        assert found.log_odds == pytest.approx(log_odds.mean(), abs=1e-4)
-        difference = found.log_odds - found.baseline_log_odds
-        assert found.attribution.sum() == pytest.approx(difference, abs=5e-3)
-        assert abs(found.attribution).sum() > 0.01
+        log_odds = np.log(of_windows(found) / (1 - of_windows(found)))
+        assert found.explanation.log_odds == pytest.approx(log_odds.mean(), abs=1e-4)
+        difference = found.explanation.log_odds - found.explanation.baseline_log_odds
+        assert found.explanation.values.sum() == pytest.approx(difference, abs=5e-3)
+        assert abs(found.explanation.values).sum() > 0.01
     at_the_mean = torch.zeros(1, 28)
     logits = bundle.model.network(at_the_mean).detach().double()
-    assert found.baseline_log_odds == pytest.approx(float(logits.diff()), abs=1e-5)
+    assert found.explanation.baseline_log_odds == pytest.approx(float(logits.diff()), abs=1e-5)
 
 
 def test_a_scan_like_the_training_is_not_warned_of_and_noise_is(
@@ -112,8 +120,8 @@ def test_a_scan_like_the_training_is_not_warned_of_and_noise_is(
 ):
     own = of_files(bundle, finished_run.data / "NYU")
     assert sum(bool(p.far) for p in own) <= 2
-    noise = scan_of_series(bundle, "noise", rng.standard_normal((60, 8)).cumsum(axis=0))
-    (sentence,) = predict(bundle, noise).scan.warnings[:1]
+    noise = scan_of_series(bundle.trained_on, "noise", rng.standard_normal((60, 8)).cumsum(axis=0))
+    (sentence,) = predict(bundle, noise).case.warnings[:1]
     assert sentence.startswith("unlike the scans that the model was trained on: ")
     assert "beyond" in sentence
 
@@ -127,17 +135,17 @@ def test_without_a_reference_nothing_is_judged(changed, finished_run):
 def test_another_length_is_told(finished_run, bundle, tmp_path):
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04", keep=45)
     (found,) = of_files(bundle, path)
-    assert found.scan.warnings[0] == "45 time points; the site's training scans had 60"
-    assert len(found.window_probability) == 2
+    assert found.case.warnings[0] == "45 time points; the site's training scans had 60"
+    assert len(of_windows(found)) == 2
 
 
 def test_on_whom_another_site_has_trained_is_not_known(finished_run, bundle, tmp_path,
                                                        make_series_store, rng):  # fmt: skip
-    assert {s.in_training for s in read_scans(bundle, [finished_run.data / "UM"])} == {None}
+    assert {s.in_training for s in cases_of(bundle, finished_run.data / "UM")} == {None}
     make_series_store(tmp_path / "NEW", "NEW", rng, n_subjects=4)
-    assert {s.in_training for s in read_scans(bundle, [tmp_path / "NEW"])} == {False}
+    assert {s.in_training for s in cases_of(bundle, tmp_path / "NEW")} == {False}
     make_series_store(tmp_path / "NYU", "NYU", rng)  # the same site, other subjects
-    assert {s.in_training for s in read_scans(bundle, [tmp_path / "NYU"])} == {None}
+    assert {s.in_training for s in cases_of(bundle, tmp_path / "NYU")} == {None}
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -173,9 +181,10 @@ def test_a_region_without_signal_follows_the_sites_rule(changed, bundle, rng):
     series = rng.standard_normal((60, 8))
     series[:, 3] = 0
     with pytest.raises(PredictionError, match=r"has no signal in 13 \(region 3\); site 'NYU' has"):
-        scan_of_series(bundle, "a", series)
+        scan_of_series(bundle.trained_on, "a", series)
     scan = {**bundle.facts["scan"], "quality_rule": {"silent_rois": "keep-zero"}}
-    assert "no signal in 13" in scan_of_series(changed(scan=scan), "a", series).warnings[0]
+    lenient = changed(scan=scan).trained_on
+    assert "no signal in 13" in scan_of_series(lenient, "a", series).warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +197,7 @@ def test_a_region_without_signal_follows_the_sites_rule(changed, bundle, rng):
 )
 def test_another_kind_of_store_is_refused(finished_run, bundle, tmp_path, change, sentence):
     write_other_store(finished_run.data / "NYU", tmp_path / "NYU", change)
-    with pytest.raises(
-        PredictionError, match="does not fit the model of site 'NYU': .*" + sentence
-    ):
+    with pytest.raises(PredictionError, match="do not fit the model of site 'NYU': .*" + sentence):
         of_files(bundle, tmp_path / "NYU")
 
 
@@ -245,7 +252,7 @@ def test_an_array_is_asked_about_in_the_order_of_the_model(finished_run, bundle,
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04")
     np.save(tmp_path / "b.npy", np.loadtxt(path))
     table, array = of_files(bundle, path, tmp_path / "b.npy")
-    assert array.probability == table.probability
+    assert np.array_equal(array.probability, table.probability)
 
 
 def test_other_refusals(finished_run, bundle, changed, tmp_path):
@@ -264,12 +271,14 @@ def test_other_refusals(finished_run, bundle, changed, tmp_path):
         (bundle, [tmp_path / "names.csv"], r"misses the ROI columns #10 .* foreign .* #Left Tha"),
         (bundle, [tmp_path / "semicolons.csv"], "semicolons.csv misses the ROI columns #13"),
         (bundle, [tmp_path / "zeros.csv"], r"no signal in 10 .*, 14 \(region 4\) and 3 more; si"),
-        (bundle, [path, path], "two scans are called 'a'"),
         (tangent, [path], "tangent connectomes, which need the site's training subjects"),
         (newer, [path], "connectomes with transform 'rank', this version makes 'fisher z'"),
     ):
         with pytest.raises(PredictionError, match=sentence):
             of_files(model, *inputs)
+    for inputs, sentence in (([], "there is no scan to ask about"), ([path] * 2, "two scans are ")):
+        with pytest.raises(PredictionError, match=sentence):
+            predict_files(bundle, inputs)
 
 
 # ------------------------------------------------------------------------------ functional scans
@@ -290,14 +299,13 @@ def small_scan(tmp_path, rng):
     image.header["pixdim"][4] = 2.0
     image.header.set_xyzt_units("mm", "sec")
     nibabel.save(image, tmp_path / "sub-1_bold.nii.gz")
-    return tmp_path / "sub-1_bold.nii.gz", AtlasFiles(
-        tmp_path / "blocks.nii.gz", tmp_path / "blocks.tsv"
-    )
+    files = {"atlas": tmp_path / "blocks.nii.gz", "labels": tmp_path / "blocks.tsv"}
+    return tmp_path / "sub-1_bold.nii.gz", files
 
 
 def test_a_functional_scan_is_taken_as_the_site_has_taken_its_own(bundle, changed, small_scan):
     path, files = small_scan
-    atlas = read_atlas(files.image, files.labels)
+    atlas = read_atlas(files["atlas"], files["labels"])
     settings = ExtractionSettings(high_pass=None, low_pass=0.2)
     scan = {
         **bundle.facts["scan"],
@@ -307,19 +315,20 @@ def test_a_functional_scan_is_taken_as_the_site_has_taken_its_own(bundle, change
     }
     connectome = {"atlas": atlas.title, "rois": [list(roi) for roi in atlas.rois]}
     model = changed(scan=scan, connectome=connectome)
-    (found,) = read_scans(model, [path], files)
+    (found,) = cases_of(model, path, options=files)
     series = extract_time_series(path, atlas, settings, tr=2.0)
-    assert np.array_equal(found.connectomes, scan_of_series(model, "a", series.values).connectomes)
+    expected = scan_of_series(model.trained_on, "a", series.values)
+    assert torch.equal(found.samples.inputs, expected.samples.inputs)
     assert found.name == "sub-1_bold"
     assert found.warnings == ("repetition time 2 s; the site's training scans had 3 s",)
     for other, given, sentence in (
-        (model, dataclasses.replace(files, tr=-3), "--tr is -3 s, which no functional scan has"),
+        (model, {**files, "tr": -3}, "--tr is -3 s, which no functional scan has"),
         (bundle, files, "its bundle does not say how they were made of scans"),
-        (model, None, "name the label map and its table with --atlas and --labels"),
+        (model, {}, "name the label map and its table with --atlas and --labels"),
         (changed(scan=scan), files, "was trained with the atlas 'eight regions', and blocks"),
     ):
         with pytest.raises(PredictionError, match=sentence):
-            list(read_scans(other, [path], given))
+            list(cases_of(other, path, options=given))
 
 
 # -------------------------------------------------------------------------- tables and pictures
@@ -328,20 +337,22 @@ def test_a_functional_scan_is_taken_as_the_site_has_taken_its_own(bundle, change
 def test_tables_and_pictures_say_what_they_are(finished_run, bundle, tmp_path):
     paths = [finished_run.write_series(tmp_path / f"{n}.1D", f"sub-NY0{n}") for n in (1, 2, 3)]
     predictions = predict_files(bundle, paths)
-    out = write_predictions(bundle, predictions, tmp_path / "out", pictures=1)
+    out = tmp_path / "out"
+    write_predictions(bundle, predictions, out, pictures=1)
     rows = rows_of(out / "predictions.tsv")
     assert [row["scan"] for row in rows] == ["1", "2", "3"]
     for row, prediction in zip(rows, predictions, strict=True):
-        assert float(row["probability_autism"]) == pytest.approx(prediction.probability, abs=1e-5)
-        assert row["class_at_0.5"] == ("autism" if prediction.probability >= 0.5 else "control")
+        probability = pytest.approx(prediction.probability[1], abs=1e-5)
+        assert float(row["probability_autism"]) == probability
+        assert row["class_at_0.5"] == verdict(bundle, prediction, 0.5)
         assert row["in_training"] == "unknown"
     windows = rows_of(out / "windows.tsv")
     assert [row["window_start"] for row in windows[:3]] == ["0", "20", "40"]
     connections = rows_of(out / "connections.tsv")
     assert len(connections) == 3 * N_CONNECTIONS
-    first = np.abs(predictions[0].attribution).argmax()
+    first = np.abs(predictions[0].explanation.values).argmax()
     assert float(connections[0]["log_odds"]) == pytest.approx(
-        predictions[0].attribution[first], rel=1e-4
+        predictions[0].explanation.values[first], rel=1e-4
     )
     for row in (*rows, *windows, *connections):
         assert row["notice"] == NOTICE
@@ -351,9 +362,10 @@ def test_tables_and_pictures_say_what_they_are(finished_run, bundle, tmp_path):
 
 def test_no_name_of_a_scan_leads_out_of_the_folder(finished_run, bundle, tmp_path, monkeypatch):
     (one,) = of_files(bundle, finished_run.data / "NYU", only=slice(1))
-    named = dataclasses.replace(one, scan=dataclasses.replace(one.scan, name="../../x\ty"))
+    named = dataclasses.replace(one, case=dataclasses.replace(one.case, name="../../x\ty"))
     monkeypatch.setattr(picture_module, "prediction_picture", lambda *_: b"")
-    out = write_predictions(bundle, [named], tmp_path / "out")
+    out = tmp_path / "out"
+    write_predictions(bundle, [named], out)
     assert [path.name for path in out.glob("*.png")] == [".._.._x_y_connections.png"]
     assert rows_of(out / "predictions.tsv")[0]["scan"] == "../../x y"
 
@@ -373,12 +385,13 @@ def test_the_picture_states_method_baseline_sum_and_notice(
     assert NOTICE in text
     assert "integrated gradients (Sundararajan et al., 2017)" in text
     assert "against the mean training subject of NYU" in text
-    assert f"{prediction.log_odds - prediction.baseline_log_odds:+.2f}" in text
+    found = prediction.explanation
+    assert f"{found.log_odds - found.baseline_log_odds:+.2f}" in text
     assert ("SYNTHETIC" in text) is synthetic
     (axes,) = figure.axes
     assert len(axes.patches) == 15
     assert axes.patches[0].get_width() == pytest.approx(
-        prediction.attribution[np.abs(prediction.attribution).argmax()]
+        prediction.explanation.values[np.abs(prediction.explanation.values).argmax()]
     )
 
 
@@ -424,10 +437,10 @@ def test_the_shared_file_alone_does_not_predict(finished_run, tmp_path):
 
 
 def test_a_store_that_has_changed_since_costs_the_reference_only(
-    finished_run, tmp_path, monkeypatch, make_series_store, rng
+    finished_run, tmp_path, monkeypatch, make_series_store
 ):
     """The default data folder may have been prepared anew; a folder that is named must fit."""
-    make_series_store(tmp_path / "data" / "NYU", "NYU", rng)
+    make_series_store(tmp_path / "data" / "NYU", "NYU", np.random.default_rng(1))
     monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "data"))
     arguments = (
         "export",

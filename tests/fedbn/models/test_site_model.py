@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from data_prep.site_store import StoreError, read_site_store
-from fedbn.federation.site_state import (
-    COMPLETE_MODEL,
-    SiteStateError,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fedbn.federation.site_state import SiteStateError
 from fedbn.models.site_model import BundleError, find_kept_model, site_facts
 
 
@@ -48,7 +43,7 @@ def test_the_model_is_found_from_any_folder_above_it(finished_run):
 def test_the_parts_join_to_the_same_model(finished_run, copied):
     kept = find_kept_model(finished_run.workspace, "NYU")
     (copied / "site-1" / "fedbn_sites" / "a_job" / "NYU" / "model.pt").unlink()
-    joined = find_kept_model(copied, "NYU", store=store_of(finished_run))
+    joined = find_kept_model(copied, "NYU", data=finished_run.data)
     state = joined.model.state_dict()
     assert all(torch.equal(state[k], v) for k, v in kept.model.state_dict().items())
     assert joined.signature == kept.signature
@@ -61,7 +56,7 @@ def test_without_its_model_a_site_needs_its_store_and_the_shared_weights(finishe
     with pytest.raises(BundleError, match="its store is needed too; name its folder with --data"):
         find_kept_model(copied, "NYU")
     with pytest.raises(BundleError, match=r"holds 0 files FL_global_model\.pt to join"):
-        find_kept_model(copied / "site-1", "NYU", store=store_of(finished_run))
+        find_kept_model(copied / "site-1", "NYU", data=finished_run.data)
 
 
 def test_the_shared_weights_alone_are_refused_with_the_reason(finished_run):
@@ -103,7 +98,7 @@ def test_facts_of_the_store_agree_with_the_results(finished_run):
     low, median, high = facts.distances["features"]
     assert 0 < low < median < high
     assert 0.2 < median < 1.5, "over all training samples the mean is 1"
-    assert facts.scan["n_timepoints"] == [60, 60, 60]
+    assert facts.reference["n_timepoints"] == [60, 60, 60]
 
 
 def test_facts_without_the_store(finished_run):
@@ -124,25 +119,6 @@ def test_a_model_of_the_finetuned_network_is_taken_where_it_is_asked_for(finishe
     facts = site_facts(kept, copied, store_of(finished_run))
     assert facts.scores == finished_run.results["sites"]["NYU"]["federated"], "scored here"
     assert site_facts(kept, copied, None).scores is None, "the results have none of it"
-
-
-def test_a_new_hospitals_adapted_model_is_judged_by_all_of_its_scans(finished_run, tmp_path):
-    """It has no training subjects: its standardisation is that of all of its unlabelled scans."""
-    store = store_of(finished_run)
-    tensors, meta = load_checkpoint(finished_run.folder("NYU") / "model.pt", COMPLETE_MODEL)
-    values = np.array(store.connectomes, dtype=np.float64)
-    for name, value in (("mean", values.mean(axis=0)), ("std", values.std(axis=0))):
-        tensors[f"standardization.{name}"] = torch.from_numpy(value.astype(np.float32))
-    save_checkpoint(tmp_path / "model.pt", COMPLETE_MODEL, tensors, meta)
-    kept = find_kept_model(tmp_path, "NYU")
-    facts = site_facts(kept, tmp_path, store)
-    assert facts.training == {"n_adaptation_subjects": 20}
-    assert facts.scores is None
-    assert facts.site_threshold is None
-    assert set(facts.distances) == {"features", "batch_norm", "pattern"}
-    shutil.copy(finished_run.folder("NYU") / "model.pt", tmp_path / "model.pt")
-    kept = find_kept_model(tmp_path, "NYU")
-    assert site_facts(kept, tmp_path, store).distances is None, "fitted on other scans"
 
 
 def test_results_of_another_run_are_noticed(finished_run, copied):

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.federation.site import Site
 from fedbn.federation.site_state import SiteState, network_fingerprint, write_json
 from fedbn.report import figures
@@ -122,28 +122,22 @@ def made_up(tmp_path_factory, settings, write_store):
 @pytest.fixture(scope="session")
 def results(settings, stores_root):
     """What ``fedbn run`` gives of the same experiment, with its federation's result."""
-    return run_federation(settings, read_stores(stores_root, settings))
+    return run_federation(settings, read_sites(stores_root, settings))
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory, settings, stores_root, results):
     """A folder as a FLARE run leaves it: results at the server, a model at each site."""
     folder = tmp_path_factory.mktemp("report") / "workspace"
-    for k, (name, store) in enumerate(read_stores(stores_root, settings).items(), start=1):
+    for k, (name, store) in enumerate(read_sites(stores_root, settings).items(), start=1):
         site = Site(name, store, settings)
         final = site.evaluate(results.shared, results.local[name])
+        tensors, facts = site.complete_model()
         network = network_fingerprint("ConnectomeMLP", site.network.state_dict())
         root = folder / f"site-{k}" / "fedbn_sites"
         state = SiteState.under(root, job=JOB, site=name, network=network)
-        state.save_model(
-            {
-                **site.network.state_dict(),
-                "standardization.mean": site.preparation.mean,
-                "standardization.std": site.preparation.std,
-            },
-            {"signature": store.signature()},
-        )
-        state.save_predictions("final", federated=final)
+        state.save_model(tensors, facts)
+        state.save_scores("final", {"federated": final})
     write_json(folder / "server" / JOB / "results.json", {**results.report, "job": JOB})
     return folder
 

@@ -14,7 +14,9 @@ from fedbn.report.edges import Edge
 
 
 def test_a_path_weight_is_the_gradient_of_the_network_without_its_relu(settings, replaced):
-    deep = settings.changed(network={"args": {"in_features": 66, "hidden": [8, 5]}})
+    deep = settings.changed(
+        network={"name": "ConnectomeMLP", "args": {"in_features": 66, "hidden": [8, 5]}}
+    )
     network, partition = make_network(deep)
     for layer in partition.layers:
         norm = network.get_submodule(layer)

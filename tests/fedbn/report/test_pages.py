@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbn.__main__ import app
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report import comparison_page, edges, figures
 from fedbn.report.comparison_page import drawn, operating_point_sentences
 from fedbn.report.tables import SYNTHETIC
@@ -136,7 +136,7 @@ def test_what_a_run_of_clusters_with_fine_tuning_adds_to_its_page(
         algorithm={"name": "clustered", "split_mean_norm": 1e6, "split_site_norm": 0.0},
         finetune={"epochs": 1},
     )
-    report = run_federation(experiment, read_stores(stores_root, experiment)).report
+    report = run_federation(experiment, read_sites(stores_root, experiment)).report
     file = tmp_path / "results.json"
     file.write_text(json.dumps(report))
     text = " ".join(read_page(write_report(file, tmp_path / "out")).text)

@@ -69,7 +69,9 @@ def test_without_models_both_sections_say_why():
 
 @pytest.mark.slow
 def test_a_region_without_coordinates_is_named(settings):
-    experiment = settings.changed(network={"args": {"in_features": 3, "hidden": [2]}})
+    experiment = settings.changed(
+        network={"name": "ConnectomeMLP", "args": {"in_features": 3, "hidden": [2]}}
+    )
     rois = (("10", "Left Thalamus"), ("11", "Left Caudate"), ("3455", "label 3455"))
     models = models_of(experiment)
     page = page_of(SiteModels(experiment, models.partition, models.by_site, {}, rois, "atlas"))

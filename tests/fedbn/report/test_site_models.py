@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data_prep.site_store import StoreError, read_site_store
-from fedbn.federation.simulation import read_stores
+from fedbn.federation.simulation import read_sites
 from fedbn.federation.site_state import SiteStateError
 from fedbn.report import site_models
 from fedbn.report.site_models import share_between
@@ -86,13 +86,15 @@ def test_a_workspace_without_models_has_none(tmp_path, settings):
 
 
 def test_the_model_of_another_network_is_refused(workspace, settings):
-    other = settings.changed(network={"args": {"in_features": 66, "hidden": [8, 8]}})
+    other = settings.changed(
+        network={"name": "ConnectomeMLP", "args": {"in_features": 66, "hidden": [8, 8]}}
+    )
     with pytest.raises(SiteStateError, match="is not the model of site 'NYU' in this run"):
         site_models.from_workspace(workspace, other, "a_job")
 
 
 def test_embeddings_have_a_point_a_subject(models, stores_root, settings):
-    found = site_models.embeddings(models, read_stores(stores_root, settings))
+    found = site_models.embeddings(models, read_sites(stores_root, settings))
     assert [one.points.shape for one in found] == [(104, 2)] * 3
     for one in found:
         assert np.bincount(one.owner).tolist() == [64, 40]
@@ -100,7 +102,7 @@ def test_embeddings_have_a_point_a_subject(models, stores_root, settings):
 
 
 def test_batch_norm_takes_out_a_shift_of_a_site(models, stores_root, settings):
-    stored, _, after = site_models.embeddings(models, read_stores(stores_root, settings))
+    stored, _, after = site_models.embeddings(models, read_sites(stores_root, settings))
     assert stored.between > 3 * after.between
 
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from fedbn.federation.simulation import read_stores, run_federation
+from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report import figures
 from fedbn.report.comparison_tables import (
     after_training_table,
@@ -34,7 +34,7 @@ def row_of(lines, first):
 def run_of(settings, stores_root):
     def make(**changes):
         experiment = settings.changed(**changes)
-        return run_federation(experiment, read_stores(stores_root, experiment)).report
+        return run_federation(experiment, read_sites(stores_root, experiment)).report
 
     return make
 

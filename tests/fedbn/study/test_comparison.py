@@ -25,7 +25,7 @@ from data_prep.site_store import read_site_store
 from fedbn.__main__ import app
 from fedbn.federation.changes import parse_network
 from fedbn.federation.experiment import ExperimentError
-from fedbn.federation.simulation import federate, read_stores, run_federation
+from fedbn.federation.simulation import federate, read_sites, run_federation
 from fedbn.report.comparison_tables import (
     accuracy_table,
     comparison_tables,
@@ -36,7 +36,6 @@ from fedbn.report.comparison_tables import (
 from fedbn.report.tables import SYNTHETIC, render
 from fedbn.study import comparison, paired
 from fedbn.study.comparison import (
-    METRICS,
     ComparisonError,
     Run,
     compare,
@@ -46,8 +45,8 @@ from fedbn.study.comparison import (
     score_record,
 )
 from fedbn.study.method import Outcome
-from fedbn.study.methods import METHODS, own_threshold
-from fedbn.tasks import evaluation
+from fedbn.study.methods import METHODS
+from fedbn.tasks.classification import TWO_CLASSES, make_scores
 
 LINEAR = 'torch.nn.Linear:{"in_features": 66, "out_features": 2}'
 METHODS_COMPARED = ("fedbn", "fedavg", "pooled", "fedavg_threshold", "ridge")
@@ -102,7 +101,7 @@ def finished(tmp_path_factory, write_store, experiment):
 @pytest.mark.slow
 def test_runs_are_those_of_the_methods_by_themselves(finished):
     plan = finished["plan"]
-    stores = read_stores(finished["data"], plan.experiment)
+    stores = read_sites(finished["data"], plan.experiment)
     for run in (Run(name, 1, 0) for name in METHODS_COMPARED):
         settings = plan.experiment.changed(seed=1, fold=0)
         outcomes = METHODS[run.method].run(METHODS[run.method].experiment(settings), stores)
@@ -115,7 +114,7 @@ def test_runs_are_those_of_the_methods_by_themselves(finished):
 @pytest.mark.parametrize(("name", "policy"), [("fedbn", "fedbn"), ("fedavg", "none")])
 def test_metrics_are_those_of_a_federation_by_itself(finished, name, policy):
     settings = finished["plan"].experiment.changed(policy=policy, seed=1, fold=1)
-    report = run_federation(settings, read_stores(finished["data"], settings)).report
+    report = run_federation(settings, read_sites(finished["data"], settings)).report
     rows = [
         row
         for row in rows_of(finished["out"])
@@ -135,10 +134,10 @@ def test_metrics_are_those_of_a_federation_by_itself(finished, name, policy):
         of_site = report["sites"][row["site"]]
         last = of_site["curve"][-1]["after_training"]
         for level in ("subject", "window"):
-            for metric in evaluation.METRICS:
-                column = f"{level}_{metric}"
-                assert float(row[column]) == of_site["federated"][level][metric]
-                assert float(row_after[column]) == last[level][metric]
+            for metric in TWO_CLASSES[:-1]:
+                column = f"{level}_{metric.name}"
+                assert float(row[column]) == of_site["federated"][level][metric.name]
+                assert float(row_after[column]) == last[level][metric.name]
                 differing += row[column] != row_after[column]
     assert differing, "the last local epochs change no score: the test shows nothing"
     for row in rows:
@@ -161,7 +160,7 @@ def test_every_subject_is_held_out_once_a_seed_and_every_method_has_the_same(fin
         record = json.loads(path.read_text())
         for site, content in record["sites"].items():
             place = site, record["seed"], record["fold"]
-            targets.setdefault(place, set()).add(tuple(content["test"]["targets"]))
+            targets.setdefault(place, set()).add(tuple(content["test"]["columns"]["target"]))
     assert all(len(found) == 1 for found in targets.values())
     for site, n in (("NYU", 20), ("UM", 16)):
         for seed in (0, 1):
@@ -540,14 +539,15 @@ def test_methods_that_begin_alike_share_a_federation_and_keep_their_numbers(
         {"fedbn", "fedbn_finetune_head"},
         {"singleset"},
     ]
-    stores = read_stores(data_root, plan.experiment)
+    stores = read_sites(data_root, plan.experiment)
     alone = {}
     for name in names:
         outcomes = METHODS[name].run(plan.experiment_of(Run(name, 0, 1)), stores)
         alone[name] = {site: make_record(outcomes[site]) for site in ("NYU", "UM")}
         (path,) = (tmp_path / "out" / "runs").glob(f"{name}_seed0_fold1_*.json")
         assert json.loads(path.read_text())["sites"] == alone[name], name
-    scores = {name: tuple(alone[name]["UM"]["test"]["window_scores"]) for name in names}
+    tests = {name: alone[name]["UM"]["test"] for name in names}
+    scores = {name: tuple(test["parts"]["columns"]["p_1"]) for name, test in tests.items()}
     assert scores["fedavg"] == scores["fedavg_threshold"]
     assert len(set(scores.values())) == len(names) - 1, "two methods do the same: nothing is shown"
 
@@ -627,7 +627,7 @@ def test_losses_are_those_of_the_local_training(data_root, tmp_path, experiment,
     settings = experiment(n_folds=2, rounds=2)
     plan = plan_comparison(settings, ["fedbn", "singleset"], 1, target_loss=99.0)
     summary = compare(plan, data_root, tmp_path / "out")
-    federation = federate(plan.experiment_of(Run("fedbn", 0, 0)), read_stores(data_root, settings))
+    federation = federate(plan.experiment_of(Run("fedbn", 0, 0)), read_sites(data_root, settings))
     (path,) = (tmp_path / "out" / "runs").glob("fedbn_seed0_fold0_*.json")
     sites = json.loads(path.read_text())["sites"]
     for site in ("NYU", "UM"):
@@ -641,36 +641,46 @@ def test_losses_are_those_of_the_local_training(data_root, tmp_path, experiment,
 # ------------------------------------------------------------------------------- rows and summary
 
 
-@pytest.fixture
-def outcome():
+WINDOWS = (0.9, 0.3, 0.3, 0.6, 0.45, 0.3)
+
+
+def outcome_of(windows, task):
     """Three windows of each of two subjects, numbered 7 and 4 in their site; four in training."""
 
-    def columns(autism):
-        autism = np.array(autism)
-        return np.stack([1 - autism, autism], axis=1)
+    def scores(positive, targets, owners):
+        columns = np.stack([1 - np.array(positive), positive], axis=1)
+        return make_scores(columns, np.array(targets), np.array(owners), parts=True)
 
-    return Outcome(
-        test_targets=np.array([1, 1, 1, 0, 0, 0]),
-        test_participants=np.array([7, 7, 7, 4, 4, 4]),
-        test_probability=columns([0.9, 0.3, 0.3, 0.6, 0.45, 0.3]),
-        train_targets=np.array([1, 0, 1, 0]),
-        train_participants=np.array([0, 1, 2, 3]),
-        train_probability=columns([0.8, 0.3, 0.62, 0.36]),
-    )
+    test = scores(windows, [1, 1, 1, 0, 0, 0], [7, 7, 7, 4, 4, 4])
+    train = scores([0.8, 0.3, 0.62, 0.36], [1, 0, 1, 0], [0, 1, 2, 3])
+    facts = task.decisions(train)
+    return Outcome(replace(test, facts=facts), replace(train, facts=facts))
 
 
-def test_a_row_against_values_worked_out_by_hand(outcome):
-    record = make_record(outcome)
-    assert record["test"]["targets"] == [0, 1]  # subjects 4 and 7, as 0 and 1
-    assert record["test"]["scores"] == pytest.approx([0.45, 0.5])
-    assert record["test"]["window_subjects"] == [1, 1, 1, 0, 0, 0]
-    assert record["train"]["targets"] == [1, 0, 1, 0]
-    assert record["own_threshold"] == pytest.approx(0.49) == own_threshold(outcome)
-    (row,) = score_record(Run("fedbn", 3, 1), {"sites": {"UM": record}})
+@pytest.fixture
+def task(experiment):
+    return experiment().task
+
+
+@pytest.fixture
+def outcome(task):
+    return outcome_of(WINDOWS, task)
+
+
+def test_a_row_against_values_worked_out_by_hand(task, outcome):
+    record = json.loads(json.dumps(make_record(outcome)))
+    test = record["test"]
+    assert test["units"] == [0, 1]  # subjects 4 and 7
+    assert test["columns"]["target"] == [0, 1]
+    assert test["columns"]["p_1"] == pytest.approx([0.45, 0.5])
+    assert test["parts"]["units"] == [1, 1, 1, 0, 0, 0]
+    assert test["facts"] == {"threshold": 0.5, "own_threshold": pytest.approx(0.49)}
+    (row,) = score_record(task, Run("fedbn", 3, 1), {"sites": {"UM": record}})
     expected = {
         "method": "fedbn", "site": "UM", "seed": 3, "fold": 1,
         "n_train_subjects": 4, "n_test_subjects": 2, "n_test_windows": 6,
-        "threshold": 0.5, "subject_accuracy": 1.0, "subject_accuracy_own_threshold": 1.0,
+        "threshold": 0.5, "own_threshold": 0.49,
+        "subject_accuracy": 1.0, "subject_accuracy_own_threshold": 1.0,
         "subject_auc": 1.0, "subject_sensitivity": 1.0, "subject_specificity": 1.0,
         "subject_brier": (0.45**2 + 0.5**2) / 2,
         "window_accuracy": 3 / 6, "window_accuracy_own_threshold": 3 / 6,
@@ -679,25 +689,25 @@ def test_a_row_against_values_worked_out_by_hand(outcome):
         "window_brier": np.mean([0.1**2, 0.7**2, 0.7**2, 0.6**2, 0.45**2, 0.3**2]),
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert {f"{level}_{m}" for level in ("subject", "window") for m in METRICS} <= set(row)
+    assert {f"{level}_{m.name}" for level in ("subject", "window") for m in TWO_CLASSES} <= set(row)
     assert row["when"] == "final"
 
 
-def test_a_federated_method_has_a_row_before_and_one_after_training(outcome):
-    after = replace(outcome, test_probability=outcome.test_probability[:, ::-1])
+def test_a_federated_method_has_a_row_before_and_one_after_training(task, outcome):
+    after = outcome_of(1 - np.array(WINDOWS), task)
     record = make_record(replace(outcome, after_training=after))
-    before_row, after_row = score_record(Run("fedbn", 3, 1), {"sites": {"UM": record}})
-    (alone,) = score_record(Run("fedbn", 3, 1), {"sites": {"UM": make_record(outcome)}})
+    before_row, after_row = score_record(task, Run("fedbn", 3, 1), {"sites": {"UM": record}})
+    (alone,) = score_record(task, Run("fedbn", 3, 1), {"sites": {"UM": make_record(outcome)}})
     assert before_row == {**alone, "when": "before_training"}
     assert after_row["when"] == "after_training"
     assert after_row["subject_auc"] == 1 - before_row["subject_auc"] == 0
     assert list(before_row) == list(after_row) == list(alone)
 
 
-def test_an_undefined_metric_is_an_empty_cell_and_never_a_number(outcome):
+def test_an_undefined_metric_is_an_empty_cell_and_never_a_number(task, outcome):
     record = make_record(outcome)
-    record["test"]["targets"] = [1, 1]
-    (row,) = score_record(Run("fedbn", 0, 0), {"sites": {"UM": record}})
+    record["test"]["columns"]["target"] = [1, 1]
+    (row,) = score_record(task, Run("fedbn", 0, 0), {"sites": {"UM": record}})
     assert math.isnan(row["subject_auc"])
     assert math.isnan(row["subject_specificity"])
     assert row["subject_accuracy"] == 0.5

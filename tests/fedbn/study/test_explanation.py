@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from data_prep.harvard_oxford import ROIS
 from data_prep.site_store import read_site_store
 from fedbn.__main__ import app
-from fedbn.federation.simulation import federate, read_stores
+from fedbn.federation.simulation import federate, read_sites
 from fedbn.report import edges, explanation_tables
 from fedbn.report.html import Picture
 from fedbn.study import explanation
@@ -64,7 +65,7 @@ def root(tmp_path_factory, write_store):
 
 @pytest.fixture(scope="module")
 def found(settings, root):
-    return explain(settings, read_stores(root, settings), n_permutations=2)
+    return explain(settings, read_sites(root, settings), n_permutations=2)
 
 
 # ------------------------------------------------------------------------------------- one network
@@ -72,7 +73,7 @@ def found(settings, root):
 
 @pytest.fixture
 def site(settings, root):
-    stores = read_stores(root, settings)
+    stores = read_sites(root, settings)
     return federate(settings, stores, score_rounds=False).load("UM")
 
 
@@ -80,12 +81,12 @@ def test_separation_adds_up_to_what_the_held_out_groups_differ_by(site):
     found = edge_weights(site)
     network = site.network.eval()
     with torch.no_grad():
-        logits = network(site.test_inputs)
+        logits = network(site.test.inputs)
     log_odds = (logits[:, 1] - logits[:, 0]).numpy()
-    owners = site.test_participants
+    owners = site.test.owners
     of_subject = {owner: log_odds[owners == owner].mean() for owner in np.unique(owners)}
-    patients = [value for owner, value in of_subject.items() if site.store.labels[owner] == 1]
-    controls = [value for owner, value in of_subject.items() if site.store.labels[owner] == 0]
+    patients = [value for owner, value in of_subject.items() if site.data.labels[owner] == 1]
+    controls = [value for owner, value in of_subject.items() if site.data.labels[owner] == 0]
     expected = np.mean(patients) - np.mean(controls)
     assert found.separation.sum() == pytest.approx(expected, abs=0.01)
 
@@ -100,24 +101,21 @@ def test_a_weight_is_the_mean_attribution_without_its_sign_and_the_sign_a_direct
     logits = site.network.eval()(sample)
     (logits[0, 1] - logits[0, 0]).backward()
     gradient = sample.grad[0].numpy()
-    rows = torch.cat([site.preparation.train_rows, site.preparation.test_rows]).numpy()
-    inputs = torch.cat([site.training_data[0], site.test_inputs]).numpy()
-    owners = site.store.sample_participant[rows]
+    inputs = torch.cat([site.train_samples.inputs, site.test.inputs]).numpy()
+    owners = np.concatenate([site.train_samples.owners, site.test.owners])
     values = np.stack([inputs[owners == owner].mean(axis=0) for owner in np.unique(owners)])
     expected = gradient * np.abs(values).mean(axis=0)
     assert found.weight == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_a_site_without_both_diagnoses_among_its_held_out_has_no_separation(site):
-    labels = site.store.labels.copy()
-    labels[:] = 0
-    site.store.__dict__["labels"] = labels
+    site.data.__dict__["labels"] = np.zeros_like(site.data.labels)
     assert np.isnan(edge_weights(site).separation).all()
     assert np.isfinite(edge_weights(site).weight).all()
 
 
 def test_a_network_whose_inputs_are_no_edges_is_refused(site):
-    site.store = type("Store", (), {"n_edges": 65, "sample_participant": None})()
+    site.data = replace(site.data, connectomes=site.data.connectomes[:, :65])
     with pytest.raises(ExplanationError, match="inputs are not the 65 edges in order"):
         edge_weights(site)
 
@@ -163,12 +161,12 @@ def test_each_fold_holds_out_other_subjects_and_starts_from_other_weights(
 
     def spy(experiment, stores, **arguments):
         federation = federate(experiment, stores, **arguments)
-        held_out.append(set(federation.sites["UM"].test_participants.tolist()))
+        held_out.append(set(federation.sites["UM"].preparation.split.test.tolist()))
         starts.append(federation.sites["UM"].initial_shared()["classifier.weight"])
         return federation
 
     monkeypatch.setattr(explanation, "federate", spy)
-    explain(quick, read_stores(root, quick), n_permutations=1)
+    explain(quick, read_sites(root, quick), n_permutations=1)
     assert sorted(k for fold in held_out[:4] for k in fold) == list(range(24))
     for k in range(4):
         assert torch.equal(starts[k], starts[k + 4]), "permuted trainings have the same starts"
@@ -176,7 +174,7 @@ def test_each_fold_holds_out_other_subjects_and_starts_from_other_weights(
 
 
 def test_permuting_deals_out_each_sites_own_diagnoses_and_touches_nothing_else(root, settings):
-    stores = read_stores(root, settings)
+    stores = read_sites(root, settings)
     before = {name: store.labels.copy() for name, store in stores.items()}
     first, second = (explanation._permuted(stores, 0, k) for k in (0, 1))
     for name, store in stores.items():
@@ -193,10 +191,10 @@ def test_permuting_deals_out_each_sites_own_diagnoses_and_touches_nothing_else(r
 def test_progress_is_told_and_no_permutation_is_refused(root, settings):
     quick = settings.changed(rounds=1, n_folds=2)
     told = []
-    explain(quick, read_stores(root, quick), n_permutations=1, on_run=lambda *n: told.append(n))
+    explain(quick, read_sites(root, quick), n_permutations=1, on_run=lambda *n: told.append(n))
     assert told == [(k, 4) for k in range(5)]
     with pytest.raises(ExplanationError, match="permutations is 0; at least 1 is needed"):
-        explain(settings, read_stores(root, settings), n_permutations=0)
+        explain(settings, read_sites(root, settings), n_permutations=0)
 
 
 # --------------------------------------------------------------------------------------- stability

@@ -18,7 +18,7 @@ from data_prep.site_store import read_site_store
 from fedbn.__main__ import app
 from fedbn.core.normalization import entries
 from fedbn.federation.run_folder import SAVED_FILE
-from fedbn.federation.simulation import federate, read_stores
+from fedbn.federation.simulation import federate, read_sites
 from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import SHARED_WEIGHTS, save_checkpoint
 from fedbn.models.new_site import STARTS, FinishedRun
@@ -40,7 +40,6 @@ from fedbn.study.leave_one_site_out import (
     score_hospital,
     subject_interval,
 )
-from fedbn.tasks import evaluation
 
 SITES = ("NYU", "UM", "USM")
 
@@ -82,7 +81,7 @@ def finished(tmp_path_factory, settings, root):
 
 def test_the_left_out_hospital_has_no_part_in_training(settings, root, write_store, tmp_path):
     """Other scans there change its scores and nothing that was trained."""
-    stores = read_stores(root, settings)
+    stores = read_sites(root, settings)
     before = score_hospital(settings, stores, "USM", 0)
 
     def turned_around(values, _):
@@ -96,9 +95,8 @@ def test_the_left_out_hospital_has_no_part_in_training(settings, root, write_sto
     trained = federate(settings.changed(sites=SITES[:2], seed=0, fold=0, policy="none"), stores)
     site = Site("USM", stores["USM"], settings.changed(seed=0, fold=0, policy="none"))
     site.load(trained.shared, site.initial_local())
-    probability = evaluation.predict(site.network, site.test_inputs)[:, 1]
-    scores, subjects = evaluation.subject_scores(probability, site.test_participants)
-    assert np.array_equal(np.array(after["scores"]["fedavg"])[subjects], scores)
+    scores = site.score()
+    assert np.array_equal(np.array(after["scores"]["fedavg"])[scores.units], scores.columns["p_1"])
 
 
 def test_every_subject_is_scored_once_by_every_start(finished, root):
@@ -332,7 +330,7 @@ def test_a_run_of_silobn_is_judged_as_fedavgs_which_has_the_same_weights(
     evidence, run_of, settings, root
 ):
     assert recommend(run_of("silobn"), evidence(fedavg_statistics=0.7)).start == "silobn_statistics"
-    stores = read_stores(root, settings)
+    stores = read_sites(root, settings)
     ends = [
         federate(settings.changed(policy=policy, rounds=2), stores, score_rounds=False).shared
         for policy in ("none", "silobn")
@@ -388,3 +386,13 @@ def test_evidence_of_another_network_says_nothing(evidence, run_of, tmp_path, fi
     (tmp_path / "unseen.json").write_text("{}")
     with pytest.raises(UnseenError, match="no summary of `fedbn unseen`"):
         read_evidence(tmp_path / "unseen.json")
+
+
+def test_evidence_of_version_0_1_is_that_of_connectomes(evidence, run_of):
+    numbers = evidence()
+    task = numbers["experiment"].pop("task")
+    numbers["experiment"]["standardization"] = task["standardization"]
+    assert recommend(run_of(), numbers) == recommend(run_of(), evidence())
+    numbers["experiment"]["standardization"] = "none"
+    with pytest.raises(UnseenError, match="evidence is of another task"):
+        recommend(run_of(), numbers)

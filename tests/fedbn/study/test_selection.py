@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedbn.federation.experiment import ExperimentError
-from fedbn.federation.simulation import read_stores
+from fedbn.federation.simulation import read_sites
 from fedbn.federation.site import prepare
 from fedbn.report.comparison_tables import difference_sentences
 from fedbn.study.comparison import Run, choices, make_record, plan_comparison
@@ -28,8 +28,9 @@ from fedbn.study.selection import (
     read_protocol,
     run_nested,
     threshold_by,
-    training_store,
+    training_data,
 )
+from fedbn.tasks.classification import two_class_scores
 
 SITES = ("NYU", "UM")
 
@@ -38,7 +39,7 @@ SITES = ("NYU", "UM")
 def stores(tmp_path, write_store, experiment):
     for site, n in zip(SITES, (24, 16), strict=True):
         write_store(tmp_path / site, site, n_subjects=n, folds=4)
-    return read_stores(tmp_path, experiment())
+    return read_sites(tmp_path, experiment())
 
 
 @pytest.fixture
@@ -77,13 +78,11 @@ class MadeUp:
             in_test = numbers % settings.n_folds == settings.fold
             if folds[0] is not None:
                 in_test = np.array(folds) == settings.fold
-            parts = {}
+            scored = {}
             for part, mine in (("test", in_test), ("train", ~in_test)):
                 score = np.array([self.score_of(name, store, k) for k in numbers[mine]])
-                parts[f"{part}_targets"] = store.labels[mine]
-                parts[f"{part}_participants"] = numbers[mine]
-                parts[f"{part}_probability"] = np.stack([1 - score, score], axis=1)
-            outcomes[site] = Outcome(**parts, training_loss=[[1.0]])
+                scored[part] = two_class_scores(store.labels[mine], score, numbers[mine])
+            outcomes[site] = Outcome(**scored, training_loss=[[1.0]])
         return outcomes
 
 
@@ -122,9 +121,10 @@ def test_the_best_candidate_is_fitted_on_all_training_subjects(stores, outer, by
         assert outcomes[site].facts["chosen"] == best
         assert set(outcomes[site].facts["inner"]) == set(names)
         held_out = np.array([p.fold for p in store.participants]) == outer.fold
-        assert np.array_equal(outcomes[site].test_targets, store.labels[held_out])
+        test = outcomes[site].test
+        assert np.array_equal(test.columns["target"], store.labels[held_out])
         expected = [truth(best, store, k) for k in np.flatnonzero(held_out)]
-        assert outcomes[site].test_probability[:, 1] == pytest.approx(np.array(expected))
+        assert test.columns["p_1"] == pytest.approx(np.array(expected))
         assert outcomes[site].training_loss is None
 
 
@@ -136,9 +136,10 @@ def test_members_are_averaged_and_a_shared_member_is_fitted_once(stores, outer):
     names = [name for name, *_ in made_up.seen]
     assert names == [*["bad"] * 2, *["no matter"] * 2, *["good"] * 2, "good", "no matter"]
     for site in SITES:
-        right = outcomes[site].test_targets * 2 - 1
+        columns = outcomes[site].test.columns
+        right = columns["target"] * 2 - 1
         assert outcomes[site].facts["chosen"] == "both"
-        assert outcomes[site].test_probability[:, 1] == pytest.approx(0.5 + 0.2 * right)
+        assert columns["p_1"] == pytest.approx(0.5 + 0.2 * right)
 
 
 def test_a_threshold_is_chosen_on_subjects_that_the_model_has_not_seen(stores, outer):
@@ -151,7 +152,7 @@ def test_a_threshold_is_chosen_on_subjects_that_the_model_has_not_seen(stores, o
     protocol = Protocol(candidates=single("shy", threshold="accuracy"), n_folds=2)
     outcomes = run_nested(outer, stores, protocol=protocol, lookup=MadeUp(shy))
     for site in SITES:
-        assert outcomes[site].threshold == pytest.approx(0.3)
+        assert outcomes[site].test.facts["threshold"] == pytest.approx(0.3)
 
 
 # ---------------------------------------------------------------------------------- no way to peek
@@ -162,8 +163,8 @@ def candidates_of(n_folds=2, by="accuracy", names=("ridge_federated", "fedbn")):
 
 
 def test_the_inner_stores_hold_the_training_subjects_and_nobody_else(stores, outer):
-    for site, store in stores.items():
-        inner = training_store(site, store, outer)
+    for store in stores.values():
+        inner = training_data(store, outer)
         kept = [p.participant_id for p in store.participants if p.fold != outer.fold]
         assert [p.participant_id for p in inner.participants] == kept
         assert {p.fold for p in inner.participants} == {None}
@@ -178,16 +179,16 @@ def test_the_inner_stores_hold_the_training_subjects_and_nobody_else(stores, out
 def test_of_a_share_of_the_training_subjects_no_other_is_used(stores, outer):
     half = outer.changed(training_share=0.5)
     store = stores["NYU"]
-    used = store.sample_participant[prepare("NYU", store, half).train_rows.numpy()]
-    inner = training_store("NYU", store, half)
+    used = prepare("NYU", store, half).split.train
+    inner = training_data(store, half)
     assert [p.participant_id for p in inner.participants] == [
-        store.participants[k].participant_id for k in sorted(set(used))
+        store.participants[k].participant_id for k in used
     ]
-    assert len(inner.participants) < len(training_store("NYU", store, outer).participants)
+    assert len(inner.participants) < len(training_data(store, outer).participants)
 
 
 @pytest.mark.parametrize("by", ["accuracy", "auc", "brier"])
-def test_held_out_subjects_change_neither_the_choice_nor_the_model(stores, outer, by):
+def test_held_out_subjects_change_neither_the_choice_nor_the_model(stores, outer, same_scores, by):
     """Their diagnoses are turned round and their connectomes are others."""
     turned = {}
     other = {"autism": "control", "control": "autism"}
@@ -206,11 +207,11 @@ def test_held_out_subjects_change_neither_the_choice_nor_the_model(stores, outer
     )
     for site in SITES:
         first, second = before[site], after[site]
-        assert not np.array_equal(first.test_targets, second.test_targets)
-        assert not np.array_equal(first.test_probability, second.test_probability)
+        for column in ("target", "p_1"):
+            assert not np.array_equal(*(one.test.columns[column] for one in (first, second)))
         assert first.facts == second.facts
-        assert first.threshold == second.threshold
-        assert np.array_equal(first.train_probability, second.train_probability)
+        assert first.test.facts == second.test.facts
+        assert same_scores(first.train, second.train)
 
 
 def test_training_subjects_do_change_it(stores, outer):
@@ -228,13 +229,13 @@ def test_training_subjects_do_change_it(stores, outer):
     assert before["NYU"].facts["inner"] != after["NYU"].facts["inner"]
 
 
-def test_the_chosen_one_is_the_method_by_itself(stores, outer):
+def test_the_chosen_one_is_the_method_by_itself(stores, outer, same_scores):
     protocol = Protocol(candidates=single("fedbn"), n_folds=2)
     chosen = run_nested(outer, stores, protocol=protocol, lookup=method)
     plain = METHODS["fedbn"].run(METHODS["fedbn"].experiment(outer), stores)
     for site in SITES:
-        assert np.array_equal(chosen[site].test_probability, plain[site].test_probability)
-        assert np.array_equal(chosen[site].train_probability, plain[site].train_probability)
+        assert same_scores(chosen[site].test, plain[site].test)
+        assert same_scores(chosen[site].train, plain[site].train)
 
 
 # ----------------------------------------------------------------------------- criteria, thresholds
@@ -289,7 +290,7 @@ def test_changes_are_those_of_the_member_alone(experiment):
     changes = {"standardization": "site", "training": {"learning_rate": 0.5}}
     member = Member(method="ridge_federated_tangent", changes=changes)
     settings = member.experiment(experiment(), method)
-    assert settings.standardization == "site"
+    assert settings.task.standardization == "site"
     assert settings.training.learning_rate == 0.5
     assert settings.training.batch_size == experiment().training.batch_size
 
@@ -361,7 +362,7 @@ def test_the_choice_is_kept_with_the_run(stores, outer):
     record = json.loads(json.dumps(make_record(outcomes["UM"])))
     assert record["facts"] == outcomes["UM"].facts
     assert record["facts"]["chosen"] in ("ridge_federated", "fedbn")
-    assert record["threshold"] == outcomes["UM"].threshold
+    assert record["test"]["facts"] == outcomes["UM"].test.facts
 
 
 def test_choices_are_counted_and_told():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from fedbn.core.mlp import MLP
 
 DROPOUT_RESOLUTION = 65536
 """Keep probabilities of :class:`PackedDropout` are multiples of one over this number."""
@@ -124,32 +124,16 @@ def _byte_to_factors(scale: float, dtype: torch.dtype) -> torch.Tensor:
     return table
 
 
-class ConnectomeMLP(nn.Module):
-    """Multilayer perceptron with batch norm over the edges of a connectome.
+class ConnectomeMLP(MLP):
+    """A perceptron over the edges of a connectome, with dropout that is fast for wide inputs.
 
-    Dropout on the input, then for each hidden layer Linear, ReLU, BatchNorm1d, dropout, and a last
-    Linear layer to the classes. With the defaults this is the reference's network (two Linear
-    layers); ``hidden=(16, 16)`` gives a 3-layer MLP with batch norm after each hidden layer, the
-    form that the FedBN paper names.
-
-    Parameters
-    ----------
-    in_features : int
-        Number of edges; 6105 for the 111 ROIs of the Harvard-Oxford atlas.
-    hidden : tuple or list of int
-        Width of each hidden layer; at least one, as batch norm follows each of them.
-    n_classes : int
-        Number of classes, at least two.
-    input_dropout : float
-        Probability of dropout on the input, in ``[0, 1)``.
-    dropout : float
-        Probability of dropout after each hidden layer, in ``[0, 1)``.
-
-    Raises
-    ------
-    ValueError
-        If a width is not a positive integer, or a probability is outside of its range.
+    With the defaults this is the ABIDE reference's network; ``hidden=(16, 16)`` gives a 3-layer MLP
+    with batch norm after each hidden layer, the form that the FedBN paper names. Parameters are
+    those of :class:`fedbn.core.mlp.MLP`; 6105 edges are those of the 111 ROIs of the Harvard-Oxford
+    atlas.
     """
+
+    dropout_layer = PackedDropout
 
     def __init__(
         self,
@@ -159,45 +143,4 @@ class ConnectomeMLP(nn.Module):
         input_dropout: float = 0.5,
         dropout: float = 0.5,
     ):
-        super().__init__()
-        if not isinstance(hidden, list | tuple) or not hidden:
-            raise ValueError(f"hidden is {hidden!r}; it must list the width of one layer or more")
-        _check_width("in_features", in_features)
-        for width in hidden:
-            _check_width("each width in hidden", width)
-        _check_width("n_classes", n_classes, smallest=2)
-        self.in_features = in_features
-        self.input_dropout = PackedDropout(input_dropout)
-        widths = (in_features, *hidden)
-        self.hidden = nn.Sequential(
-            *(
-                _hidden_block(fan_in, fan_out, dropout)
-                for fan_in, fan_out in itertools.pairwise(widths)
-            )
-        )
-        self.classifier = nn.Linear(widths[-1], n_classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits of shape (n, n_classes) for `x` of shape (n, in_features), float32."""
-        if x.ndim != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"ConnectomeMLP takes input of shape (n, {self.in_features}), got {list(x.shape)}"
-            )
-        logits: torch.Tensor = self.classifier(self.hidden(self.input_dropout(x)))
-        return logits
-
-
-def _check_width(name: str, value: object, smallest: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {smallest}")
-
-
-def _hidden_block(fan_in: int, fan_out: int, dropout: float) -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict[str, nn.Module](
-            linear=nn.Linear(fan_in, fan_out),
-            activation=nn.ReLU(),
-            norm=nn.BatchNorm1d(fan_out),
-            dropout=PackedDropout(dropout),
-        )
-    )
+        super().__init__(in_features, hidden, n_classes, input_dropout, dropout)

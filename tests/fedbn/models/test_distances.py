@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn.models.site_network import (
-    SiteNetwork,
-    far_away,
-    first_batch_norm,
-    outer_fence,
-    probabilities_and_distances,
-    quartiles,
-)
+from fedbn.core.batches import TensorSamples
+from fedbn.models.distances import distances, far_away, first_batch_norm, outer_fence, quartiles
 from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.tasks.connectome.task import ConnectomeTask
+from fedbn.tasks.site_network import SiteNetwork
+
+
+def distances_of(model, x):
+    samples = TensorSamples(torch.from_numpy(x.copy()), torch.zeros(len(x), dtype=torch.int64))
+    return distances(ConnectomeTask(), model, samples)
 
 
 def site_network(mean=3.0, std=2.0, n=30):
@@ -48,17 +49,14 @@ def test_standardisation_is_a_layer():
 def test_distances_are_mean_squared_z_scores(rng):
     model = site_network()
     x = (3 + 2 * rng.standard_normal((600, 30))).astype(np.float32)
-    probability, distances = probabilities_and_distances(model, x)
+    found = distances_of(model, x)
     z = (x - 3) / 2
-    assert distances["features"] == pytest.approx((z**2).mean(axis=1), rel=1e-5)
+    assert found["features"] == pytest.approx((z**2).mean(axis=1), rel=1e-5)
     layer = model.network.hidden[0]
     h = torch.relu(layer.linear(torch.from_numpy(z))).detach().numpy()
     expected = (h - layer.norm.running_mean.numpy()) ** 2 / (layer.norm.running_var.numpy() + 1e-5)
-    assert distances["batch_norm"] == pytest.approx(expected.mean(axis=1), rel=1e-4)
-    assert distances["batch_norm"].mean() == pytest.approx(1, abs=0.2)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(x)).double()
-    assert probability == pytest.approx(logits.softmax(dim=1).numpy(), abs=1e-6)
+    assert found["batch_norm"] == pytest.approx(expected.mean(axis=1), rel=1e-4)
+    assert found["batch_norm"].mean() == pytest.approx(1, abs=0.2)
 
 
 def test_the_pattern_is_one_minus_the_correlation_with_the_mean(rng):
@@ -66,9 +64,9 @@ def test_the_pattern_is_one_minus_the_correlation_with_the_mean(rng):
     mean = rng.standard_normal(30)
     model.load_state_dict({**model.state_dict(), "mean": torch.tensor(mean, dtype=torch.float32)})
     x = np.stack([2 * mean + 1, -mean, rng.standard_normal(30), np.ones(30)]).astype(np.float32)
-    _, distances = probabilities_and_distances(model, x)
+    found = distances_of(model, x)
     expected = [0, 2, 1 - np.corrcoef(mean, x[2])[0, 1], 1]
-    assert distances["pattern"] == pytest.approx(expected, abs=1e-6)
+    assert found["pattern"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +90,10 @@ def test_a_scan_is_far_where_it_is_unlike_the_training(rng, change, found_by):
         strength = rng.normal(1, 0.2, (n, 1))
         return (strength * mean + 0.1 * rng.standard_normal((n, 30))).astype(np.float32)
 
-    _, of_training = probabilities_and_distances(model, scan(100))
+    of_training = distances_of(model, scan(100))
     reference = {name: quartiles(values) for name, values in of_training.items()}
-    _, distances = probabilities_and_distances(model, change(scan(4)))
-    means = {name: float(values.mean()) for name, values in distances.items()}
+    found = distances_of(model, change(scan(4)))
+    means = {name: float(values.mean()) for name, values in found.items()}
     assert found_by <= set(far_away(means, reference))
     assert bool(far_away(means, reference)) is bool(found_by)
     assert far_away(means, None) == []
@@ -111,9 +109,9 @@ def test_channels_of_images_are_compared_over_positions():
                             nn.Flatten(), nn.Linear(36, 2))  # fmt: skip
     model = SiteNetwork(network, 30).eval()
     x = torch.randn(4, 30)
-    _, distances = probabilities_and_distances(model, x.numpy())
+    found = distances_of(model, x.numpy())
     inner = network[1](x.view(4, 1, 5, 6)).detach().double()
-    assert distances["batch_norm"] == pytest.approx(
+    assert found["batch_norm"] == pytest.approx(
         (inner**2 / (1 + 1e-5)).mean(dim=(1, 2, 3)).numpy(), rel=1e-5
     )
 
@@ -121,4 +119,4 @@ def test_channels_of_images_are_compared_over_positions():
 def test_a_network_without_batch_norm_has_one_distance():
     model = SiteNetwork(nn.Linear(30, 2), 30)
     assert first_batch_norm(model) is None
-    assert set(probabilities_and_distances(model, np.ones((1, 30), np.float32))[1]) == {"features"}
+    assert set(distances_of(model, np.ones((1, 30), np.float32))) == {"features"}
