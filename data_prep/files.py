@@ -37,7 +37,7 @@ __all__ = [
 StrPath = str | os.PathLike[str]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 #: How long a file that another process is writing is waited for, in seconds.
 PATIENCE_S = 10.0
 
@@ -101,9 +101,8 @@ def lock(path: StrPath, doing: str = "writing", wait_s: float = 0.0) -> Iterator
             held.acquire()
         except Timeout:
             raise BusyError(f"another run is {doing} {path} now; wait until it has ended") from None
-        except (OSError, NotImplementedError) as error:
-            # Some network folders have no locks: go on without.
-            if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # some network folders have none: go on without
                 raise
     try:
         yield
@@ -266,7 +265,7 @@ def _one_sentence(path: StrPath) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         place = str(error.filename or path)
-        if place != str(path) and not place.endswith(".partial"):
+        if place != str(path) and not Path(place).name.startswith(f".{Path(path).name}."):
             reason = f"{place}: {reason}"
         hint = "; free some space, or name another place" if error.errno in NO_SPACE else ""
         raise FileError(f"{path} is not written and stays as it was ({reason}){hint}") from error
