@@ -123,6 +123,12 @@ class TabularTask(ClassificationTask):
         _table(data).require_classes()
         return super().split(data, settings)
 
+    def bundling(self) -> Any:
+        """Return how models of tables are packed and asked."""
+        from fedbn.tasks.tabular_prediction import TabularBundling
+
+        return TabularBundling(self)
+
     def fit(self, data: SiteData, train: Index) -> dict[str, torch.Tensor]:
         """Return ``fill``, ``mean`` and ``std`` of each feature, float32 (n_features,).
 
@@ -156,13 +162,17 @@ class TabularTask(ClassificationTask):
         fitted: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> TensorSamples:
-        """Return the rows of some patients, filled and standardised, (n, n_features) float32."""
+        """Return the rows of some patients, filled and standardised, (n, n_features) float32.
+
+        With nothing fitted a missing cell is NaN.
+        """
         store = _table(data)
         rows = np.flatnonzero(np.isin(store.owners, units))
-        raw = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
-        filled = torch.where(raw.isnan(), fitted["fill"], raw)
-        varies = fitted["std"] > 0
-        inputs = torch.where(varies, (filled - fitted["mean"]) / fitted["std"], 0.0)
+        inputs = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
+        if fitted:
+            inputs = torch.where(inputs.isnan(), fitted["fill"], inputs)
+            z = (inputs - fitted["mean"]) / fitted["std"]
+            inputs = torch.where(fitted["std"] > 0, z, 0.0)
         targets = torch.from_numpy(store.labels[rows])
         return TensorSamples(inputs.to(device), targets, store.owners[rows])
 
