@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,20 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
+from data_prep.files import write_json, write_text
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import different_versions
-from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, versions
+from fedbn.federation.results import (
+    AFTER_TRAINING,
+    ALONE,
+    BEFORE_TRAINING,
+    FEDERATED,
+    FINETUNED,
+    run_report,
+    versions,
+)
 from fedbn.federation.resume import SIMULATOR_JOB
 from fedbn.federation.run_folder import RESULTS_FILE
-from fedbn.federation.site_state import SiteStateError, write_json
 from fedbn.flare import new_sites
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
@@ -133,6 +142,9 @@ class FedBNWorkflow(ModelController):
         except RunFailedError as error:
             self._write_early_end("failed", str(error))
             self.panic(str(error))
+        except Exception as error:
+            self._write_early_end("failed", f"{type(error).__name__}: {error}")
+            raise
         else:
             if self.abort_signal.triggered:
                 self._write_early_end(
@@ -336,9 +348,8 @@ class FedBNWorkflow(ModelController):
         self._ask(FINAL, self._messages(), collect, self.round_seconds, enough, told=told)
         if self.abort_signal.triggered:
             return
-        self._keep_affine(affine)
         shared = self._tensors(model)
-        reports, failed = {}, {}
+        reports, failed, kinds = {}, {}, {}
         for client, answer in sorted(answers.items()):
             site = self.site_of_client[client]
             if answer.get(ERROR):
@@ -350,11 +361,16 @@ class FedBNWorkflow(ModelController):
                 alone = run_report(self.experiment, {site: report}, [], shared)
                 render(run_tables(alone))
                 json.dumps(alone, allow_nan=False)
+                kind = _metric_names(report)
             except Exception as error:
                 failed[site] = f"its results cannot be read ({type(error).__name__})"
                 self.error(f"{site} is not scored: {failed[site]}")
             else:
-                reports[site] = report
+                reports[site], kinds[site] = report, kind
+        usual = Counter(kinds.values()).most_common(1)
+        for site in [site for site, kind in kinds.items() if kind != usual[0][0]]:
+            failed[site] = "its results cannot be read (its metrics are not those of other sites)"
+            del reports[site]
         not_scored = failed | {
             site: f"no answer within {self.round_seconds} s"
             for site in self.site_of_client.values()
@@ -378,16 +394,26 @@ class FedBNWorkflow(ModelController):
             signature=self.signature,
             **outcome,
         )
-        folder = Path(self.get_run_dir())
-        write_json(folder / RESULTS_FILE, results)
-        text = render(run_tables(results))
-        (folder / TABLE_FILE).write_text(text, encoding="utf-8")
-        encoding = sys.stdout.encoding or "utf-8"  # a console that has no lines shows "?"
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-        self.info(f"results of this run: {folder / RESULTS_FILE}")
+        path = Path(self.get_run_dir()) / RESULTS_FILE
         self.written = True
+        try:
+            write_json(path, results)
+            self.info(f"results of this run: {path}")
+        except OSError as error:
+            outcome.setdefault("reason", str(error))
+        for step in (lambda: self._show(results), lambda: self._keep_affine(affine)):
+            try:
+                step()
+            except Exception as error:  # the results of the run matter more
+                self.error(f"after the results: {type(error).__name__}: {error}")
         if "reason" in outcome:
             raise RunFailedError(outcome["reason"])
+
+    def _show(self, results: Mapping[str, Any]) -> None:
+        text = render(run_tables(results))
+        encoding = sys.stdout.encoding or "utf-8"  # a console that has no lines shows "?"
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        write_text(Path(self.get_run_dir()) / TABLE_FILE, text)
 
     def _tensors(self, model: FLModel) -> dict[str, torch.Tensor]:
         assert isinstance(self.persistor, SharedModelPersistor)
@@ -398,19 +424,16 @@ class FedBNWorkflow(ModelController):
         if not new_sites.has_affine(self.experiment):
             return
         assert isinstance(self.persistor, SharedModelPersistor)
-        try:
-            self.info(
-                new_sites.keep(
-                    self.persistor.path(self.fl_ctx).parent,
-                    self.experiment,
-                    str(self.fl_ctx.get_job_id()),
-                    affine,
-                    n_willing=len(self.willing),
-                    warn=self.warning,
-                )
+        self.info(
+            new_sites.keep(
+                self.persistor.path(self.fl_ctx).parent,
+                self.experiment,
+                str(self.fl_ctx.get_job_id()),
+                affine,
+                n_willing=len(self.willing),
+                warn=self.warning,
             )
-        except SiteStateError as error:  # the results of the run matter more
-            self.error(f"gamma and beta for new hospitals are not saved: {error}")
+        )
 
     def _write_early_end(self, status: str, reason: str) -> None:
         """Write the results of a run that has ended before its sites were scored."""
@@ -429,7 +452,7 @@ class FedBNWorkflow(ModelController):
         )
         try:
             write_json(Path(self.get_run_dir()) / RESULTS_FILE, results)
-        except SiteStateError as error:  # the reason of the run's end is the one to tell
+        except OSError as error:  # the reason of the run's end is the one to tell
             self.error(f"the results of the rounds until then are lost: {error}")
 
     def _ask(
@@ -531,6 +554,14 @@ def _client(result: FLModel) -> str:
 def _report(result: FLModel) -> dict[str, Any]:
     report = (result.meta or {}).get(REPORT)
     return report if isinstance(report, dict) else {}
+
+
+def _metric_names(report: Mapping[str, Any]) -> str:
+    """Say which metrics a site reports, of which models and levels; in JSON, to be compared."""
+    scored = {name: report[name] for name in (FEDERATED, FINETUNED, ALONE) if name in report}
+    return json.dumps(
+        {m: {k: sorted(v) for k, v in levels.items()} for m, levels in scored.items()}
+    )
 
 
 def _site_facts(client: str, answer: Mapping[str, Any]) -> dict[str, Any]:
