@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ class FedBNWorkflow(ModelController):
         self.rounds: list[dict[str, Any]] = []
         self.n_samples: dict[str, int] = {}
         self.seconds_a_sample: dict[str, float] = {}
+        self.seconds_now: dict[str, float] = {}
+        self.silent: Counter[str] = Counter()
         self.best: BestRound
         self.best_model: tuple[list[Message], FLModel] | None = None
         self.model: FLModel | None = None
@@ -282,13 +285,19 @@ class FedBNWorkflow(ModelController):
         self.aggregator.fl_ctx = self.fl_ctx
         self.aggregator.reset_stats()
         reports: dict[str, dict[str, Any]] = {}
+        answered: set[str] = set()
+        self.seconds_now = {}
 
         def collect(result: FLModel) -> bool:
             if not _report(result).get(ERROR):  # it has trained, so it has a state from now on
                 self.prepared.add(_client(result))
+            answered.add(_client(result))
             accepted = self.aggregator.accept_model(result)
             if accepted:
-                reports[_client(result)] = _report(result)
+                report = reports[_client(result)] = _report(result)
+                if (seconds := _number(report.get("seconds"))) is not None:
+                    of_sample = seconds / self.n_samples.get(_client(result), 1)
+                    self.seconds_now[_client(result)] = of_sample
             return accepted
 
         def enough() -> bool:
@@ -299,9 +308,8 @@ class FedBNWorkflow(ModelController):
         if self.abort_signal.triggered:
             return model
         record = self._record(number, reports, time.monotonic() - started)
-        for client, report in reports.items():
-            if (seconds := _number(report.get("seconds"))) is not None:
-                self.seconds_a_sample[client] = seconds / self.n_samples.get(client, 1)
+        self.seconds_a_sample |= self.seconds_now
+        self.silent.update(set(self.site_of_client) - answered)
         if number:
             self._judge(number - 1, record["sites"], messages, model)
         self.rounds.append(record)
@@ -598,14 +606,20 @@ class FedBNWorkflow(ModelController):
         return self.experiment.rounds if purpose == ALONE else 1
 
     def _expected(self, purpose: str, client: str) -> float:
-        """Return how many seconds a site may take: twice what its rounds, or its size, tell.
+        """Return how many seconds a site may take, by what its own rounds or its size tell.
 
         A quorum of quick answers would otherwise leave out the largest hospital, round by round.
+        Twice what it took last; of a site that has not answered yet four times what others took
+        for as many samples, then eight and sixteen times, and from the fourth round on nothing.
         """
-        if purpose == PREFLIGHT or not self.seconds_a_sample:
+        known = {**self.seconds_a_sample, **self.seconds_now}
+        if purpose == PREFLIGHT or not known:
             return 0.0
-        usual = self.seconds_a_sample.get(client, max(self.seconds_a_sample.values()))
-        return 2 * usual * self.n_samples.get(client, 1) * self._as_many_rounds(purpose)
+        factor = 2.0
+        if client not in self.seconds_a_sample:
+            factor = 4.0 * 2 ** self.silent[client] if self.silent[client] < 3 else 0.0
+        usual = self.seconds_a_sample.get(client, max(known.values()))
+        return factor * usual * self.n_samples.get(client, 1) * self._as_many_rounds(purpose)
 
     def _best_facts(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         found = self.best.facts()
