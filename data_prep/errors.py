@@ -10,7 +10,19 @@ class SourceError(ValueError):
 
 
 class StoreError(ValueError):
-    """A site store, or what should become one, is not usable."""
+    """A site store, or what should become one, is not usable.
+
+    Parameters
+    ----------
+    sentence : str
+        What is wrong, where, and what to do.
+    public : str, optional
+        The same without what is of one subject, for a message that leaves the site.
+    """
+
+    def __init__(self, sentence: str, public: str | None = None):
+        super().__init__(sentence)
+        self.public = public or sentence
 
 
 class TooSmallError(StoreError):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data_prep.errors import SourceError
-from data_prep.table_store import write_table_store
+from data_prep.table_store import plain, write_table_store
 
 __all__ = ["HEART_COLUMNS", "HEART_SITES", "prepare_heart"]
 
@@ -29,11 +29,11 @@ HEART_COLUMNS = (
     "thal",
     "num",
 )
-_NUMBERED = ("sex", "cp", "fbs", "restecg", "exang", "slope", "thal", "num")
+_NEVER_0 = [HEART_COLUMNS.index(name) for name in ("trestbps", "chol")]
 
 
 def prepare_heart(source: Path, out: Path) -> dict[str, int]:
-    """Write the four tables; a serum cholesterol of 0 is no measurement and becomes missing.
+    """Write the four tables; a blood pressure or cholesterol of 0 is none and becomes missing.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def prepare_heart(source: Path, out: Path) -> dict[str, int]:
     Raises
     ------
     SourceError
-        If a file is missing or has a line that is not of 14 columns.
+        If a file is missing or empty, or has a line that is not of 14 columns.
     """
     tables = {site: _read(site, source / name) for site, name in HEART_SITES.items()}
     for site, rows in tables.items():
@@ -63,6 +63,8 @@ def _read(site: str, file: Path) -> list[list[str]]:
         lines = file.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"site {site!r}: cannot read {file}: {error}") from error
+    if not lines:
+        raise SourceError(f"site {site!r}: {file} is empty")
     rows = []
     for number, line in enumerate(lines, start=1):
         cells = [cell.strip() for cell in line.split(",")]
@@ -71,12 +73,7 @@ def _read(site: str, file: Path) -> list[list[str]]:
                 f"site {site!r}: line {number} of {file.name} has {len(cells)} columns, expected "
                 f"{len(HEART_COLUMNS)}"
             )
-        rows.append([_plain(name, c) for name, c in zip(HEART_COLUMNS, cells, strict=True)])
+        for k in _NEVER_0:
+            cells[k] = "?" if plain(cells[k]) == "0" else cells[k]
+        rows.append(cells)
     return rows
-
-
-def _plain(name: str, cell: str) -> str:
-    """Write a category as an integer, and what was not measured as ``?``."""
-    if name == "chol" and cell != "?" and float(cell) == 0:
-        return "?"
-    return str(int(float(cell))) if name in _NUMBERED and cell != "?" else cell

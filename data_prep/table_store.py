@@ -27,7 +27,14 @@ from data_prep.files import atomic_file, file_checksum
 from data_prep.store_folder import DESCRIPTION
 from data_prep.units import Unit
 
-__all__ = ["MISSING_CELLS", "TABLE", "TableStore", "read_table_store", "write_table_store"]
+__all__ = [
+    "MISSING_CELLS",
+    "TABLE",
+    "TableStore",
+    "plain",
+    "read_table_store",
+    "write_table_store",
+]
 
 TABLE = "table.csv"
 PARTICIPANT = "participant_id"
@@ -73,10 +80,11 @@ class TableStore:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Class of each row, int64 (n_rows,), an index into `classes`."""
+        """Class of each row, int64 (n_rows,), an index into `classes`; -1 where it is missing."""
         number = {cell: k for k, cells in enumerate(self.classes.values()) for cell in cells}
-        place = self.columns.index(self.target)
-        return np.array([number[str(row[place])] for row in self.rows], dtype=np.int64)
+        cells = self.column(self.target)
+        known = (-1 if cell is None else number[plain(cell)] for cell in cells)
+        return np.fromiter(known, dtype=np.int64)
 
     @cached_property
     def owners(self) -> np.ndarray:
@@ -87,7 +95,7 @@ class TableStore:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The participants in the order of their first row."""
-        names = tuple(self.classes)
+        names = (*self.classes, None)
         counts = np.bincount(self.owners)
         first = {name: k for k, name in reversed(list(enumerate(self.ids)))}
         return tuple(
@@ -106,6 +114,32 @@ class TableStore:
             return [None] * len(self.rows)
         place = self.columns.index(name)
         return [row[place] for row in self.rows]
+
+    def require_classes(self) -> None:
+        """See that every row's class is known, as training needs it.
+
+        Raises
+        ------
+        StoreError
+            With the first row where it is missing.
+        """
+        if self.target not in self.columns:
+            raise StoreError(
+                f"site {self.site!r}: {self.place} has no column {self.target!r}, which is to be "
+                f"learned; it has {some_of(self.columns, 20)}"
+            )
+        if (missing := np.flatnonzero(self.labels < 0)).size:
+            known = [cell for cells in self.classes.values() for cell in cells]
+            raise self.cell_error(int(missing[0]), self.target, f"give one of {some_of(known, 20)}")
+
+    def cell_error(self, row: int, column: str, to_do: str) -> StoreError:
+        """Return the error for a cell of a store that is the whole file; `row` counts from 0."""
+        cell, where = self.column(column)[row], f"site {self.site!r}: {column!r}"
+        is_what = "is missing" if cell is None else f"is {cell!r}"
+        return StoreError(
+            f"{where} {is_what} in row {row + 2} of {self.place}; {to_do}",
+            f"{where} has a cell that cannot be used, its row is in the site's own log; {to_do}",
+        )
 
     def fingerprint(self) -> str:
         """Return a digest of the file's content."""
@@ -145,9 +179,9 @@ def read_table_store(
     site : str
         Name of the site.
     target : str
-        The column that is learned.
+        The column that is learned; where it or a cell of it is missing, a class is unknown.
     classes : mapping
-        Name of each class to the cells of the target that mean it.
+        Name of each class to the cells of the target that mean it, as :func:`plain` writes them.
 
     Raises
     ------
@@ -161,38 +195,48 @@ def read_table_store(
             lines = list(csv.reader(text, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise StoreError(f"site {site!r}: cannot read the table {file}: {error}") from error
+    while lines and not any(lines[-1]):
+        lines.pop()
     if len(lines) < 2:
         raise StoreError(f"site {site!r}: {file} holds no row below its header")
-    header = [name.strip() for name in lines[0]]
-    twice = [name for k, name in enumerate(header) if name in header[:k]]
-    if twice or "" in header:
-        raise StoreError(
-            f"site {site!r}: {file} has "
-            + (f"the column {twice[0]!r} twice" if twice else "a column without a name")
-        )
-    if target not in header:
-        raise StoreError(
-            f"site {site!r}: {file} has no column {target!r}, which is to be learned; it has "
-            f"{some_of(header, 20)}"
-        )
+    header = _header(site, file, lines[0])
     for number, line in enumerate(lines[1:], start=2):
         if len(line) != len(header):
             raise StoreError(
-                f"site {site!r}: row {number} of {file} has {len(line)} cells, the header "
-                f"{len(header)}"
+                f"site {site!r}: row {number} of {file} has {len(line)} cells, but there are "
+                f"{len(header)} columns"
             )
     own = header.index(PARTICIPANT) if PARTICIPANT in header else None
-    columns = tuple(name for name in header if name != PARTICIPANT)
     cells = [[_cell(value) for value in line] for line in lines[1:]]
-    ids = tuple(
-        f"row-{number}" if own is None else str(line[own] or f"row-{number}")
-        for number, line in enumerate(cells, start=2)
+    store = TableStore(
+        place=file,
+        site=site,
+        columns=tuple(name for name in header if name != PARTICIPANT),
+        rows=tuple(tuple(v for k, v in enumerate(line) if k != own) for line in cells),
+        ids=tuple(
+            str((own is not None and line[own]) or f"row-{number}")
+            for number, line in enumerate(cells, start=2)
+        ),
+        target=target,
+        classes=classes,
+        synthetic=_synthetic(site, file),
+        checksum=checksum,
     )
-    rows = tuple(tuple(v for k, v in enumerate(line) if k != own) for line in cells)
-    _check_target(site, file, columns.index(target), rows, target, classes)
-    store = TableStore(file, site, columns, rows, ids, target, classes, _synthetic(file), checksum)
-    _check_units(store)
+    _check_classes(store)
     return store
+
+
+def plain(cell: str) -> str:
+    """Return a category as a job states it: ``1`` for the ``1.0`` that a spreadsheet makes of it.
+
+    >>> plain("1.0"), plain("2"), plain("2.5"), plain("yes")
+    ('1', '2', '2.5', 'yes')
+    """
+    try:
+        number = float(cell)
+    except ValueError:
+        return cell
+    return str(int(number)) if number.is_integer() and "_" not in cell else cell
 
 
 def _cell(text: str) -> str | None:
@@ -200,43 +244,42 @@ def _cell(text: str) -> str | None:
     return None if text.lower() in MISSING_CELLS else text
 
 
-def _check_target(
-    site: str,
-    file: Path,
-    place: int,
-    rows: Sequence[Sequence[str | None]],
-    target: str,
-    classes: Mapping[str, Sequence[str]],
-) -> None:
-    known = {cell for cells in classes.values() for cell in cells}
-    for number, row in enumerate(rows, start=2):
-        if row[place] not in known:
-            got = "is missing" if row[place] is None else f"is {row[place]!r}"
-            raise StoreError(
-                f"site {site!r}: {target!r} {got} in row {number} of {file}; it must be one of "
-                f"{some_of(sorted(known), 20)}"
+def _header(site: str, file: Path, line: Sequence[str]) -> list[str]:
+    header = [name.strip() for name in line]
+    wrong = [f"the column {name!r} twice" for k, name in enumerate(header) if name in header[:k]]
+    if "" in header:
+        wrong = [f"a column without a name, number {header.index('') + 1}"]
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
+        wrong = [f"one column, {header[0]!r}; separate columns by commas"]
+    if wrong:
+        raise StoreError(f"site {site!r}: {file} has {wrong[0]}")
+    return header
+
+
+def _check_classes(store: TableStore) -> None:
+    """Refuse an unknown class, and a participant of two: no side of a stratified split has it."""
+    known = [cell for cells in store.classes.values() for cell in cells]
+    for row, cell in enumerate(store.column(store.target)):
+        if cell is not None and plain(cell) not in known:
+            raise store.cell_error(row, store.target, f"give one of {some_of(known, 20)}")
+    first: dict[str, int] = {}
+    for row, (name, label) in enumerate(zip(store.ids, store.labels.tolist(), strict=True)):
+        if first.setdefault(name, label) != label:
+            raise store.cell_error(
+                row, store.target, "an earlier row of this participant is of another class"
             )
 
 
-def _check_units(store: TableStore) -> None:
-    """Refuse a participant of two classes: it would be on no side of a stratified split."""
-    classes: dict[str, int] = {}
-    for number, (name, label) in enumerate(zip(store.ids, store.labels.tolist(), strict=True), 2):
-        if classes.setdefault(name, label) != label:
-            raise StoreError(
-                f"site {store.site!r}: the participant of row {number} of {store.place} has rows "
-                "of two classes"
-            )
-
-
-def _synthetic(file: Path) -> bool:
+def _synthetic(site: str, file: Path) -> bool:
     description = file.parent / DESCRIPTION
     if not description.is_file():
         return False
     try:
         return bool(json.loads(description.read_text(encoding="utf-8"))["synthetic"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{description} does not say whether the table is synthetic") from error
+        raise StoreError(
+            f'site {site!r}: {description} does not say "synthetic": true or false'
+        ) from error
 
 
 def write_table_store(

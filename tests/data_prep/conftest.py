@@ -43,6 +43,11 @@ def atlas_folder():
 
 
 @pytest.fixture(scope="session")
+def heart_source():
+    return shared_folder("FEDBN_TEST_HEART", "heart_disease", "processed.cleveland.data")
+
+
+@pytest.fixture(scope="session")
 def scan_folder():
     return shared_folder("FEDBN_TEST_NIFTI", "fmri_nifti_tests", "functional.nii")
 

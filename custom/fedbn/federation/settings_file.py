@@ -82,7 +82,7 @@ def fault(
     first = error.errors()[0]
     location = _location(first["loc"], content, is_missing=first["type"] == "missing")
     if first["type"] in ("extra_forbidden", "invalid_key"):
-        reason = f"there is no such field; {_names(model, location)}"
+        reason = f"there is no such field; {_names(model, location, content)}"
     elif first["type"] == "value_error":
         reason = first["msg"].removeprefix("Value error, ")
     elif advice is not None:
@@ -138,14 +138,27 @@ def _location(loc: Iterable[Hashable], content: Any, *, is_missing: bool) -> lis
     return [*found, str(list(loc)[-1])] if is_missing else found
 
 
-def _names(model: type[BaseModel], location: list[str]) -> str:
+def _names(model: type[BaseModel], location: list[str], content: Any) -> str:
     """Say which fields there are where an unknown one stands."""
     models = {model}
     for part in location[:-1]:
         of_part = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        models = {inner for one in of_part for inner in _models(one)} or models
+        content = content.get(part) if isinstance(content, Mapping) else None
+        name = content.get("name") if isinstance(content, Mapping) else None
+        inner = {one for annotation in of_part for one in _models(annotation)}
+        models = {_called(one, name) or one for one in inner} or models
     names = list(dict.fromkeys(name for m in models for name in m.model_fields))
     return _close(location[-1], names).removeprefix("; ") or f"the fields are {', '.join(names)}"
+
+
+def _called(model: type[BaseModel], name: object) -> type[BaseModel] | None:
+    """Return the model's subclass whose objects have this name, such as a task's."""
+    for one in model.__subclasses__():
+        if name is not None and getattr(one.model_fields.get("name"), "default", None) == name:
+            return one
+        if found := _called(one, name):
+            return found
+    return None
 
 
 def _models(annotation: Any) -> Iterable[type[BaseModel]]:

@@ -112,7 +112,7 @@ def save_checkpoint(
         name: tensor.detach().to("cpu").as_subclass(torch.Tensor).contiguous().clone()
         for name, tensor in tensors.items()
     }
-    facts = json.dumps(meta, sort_keys=True, allow_nan=False)
+    facts = json.dumps(meta, allow_nan=False)  # in the order given: of classes it has a meaning
     content = {
         "format": FORMAT,
         "kind": kind,

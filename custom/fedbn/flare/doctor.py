@@ -26,7 +26,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.site_store import SiteStore, StoreError, default_data_root, read_site_store
 from fedbn.core.networks import check_allowed
 from fedbn.federation.devices import DeviceError, described, device_facts, find_device
 from fedbn.federation.experiment import Experiment, read_experiment
@@ -43,6 +42,9 @@ from fedbn.federation.site_settings import (
     SiteSettingsError,
     read_site_settings,
 )
+from fedbn.models.site_model import TASK_0_1
+from fedbn.tasks.data import DataError, SiteData, default_data_root
+from fedbn.tasks.registry import make_task
 
 if TYPE_CHECKING:
     from fedbn.flare.startup_kit import Server, StartupKit
@@ -94,7 +96,7 @@ class _Patient:
     misread: bool = False
     experiment: Experiment | None = None
     arguments: dict[str, Any] | None = None
-    store: SiteStore | None = None
+    data: SiteData | None = None
 
     @property
     def client(self) -> str | None:
@@ -303,25 +305,34 @@ def _store(patient: _Patient) -> Findings:
         root = patient.of_job("data_root")
         source = "the job" if root else "FEDBN_DATA" if os.environ.get("FEDBN_DATA") else "default"
         folder = (Path(root).expanduser() if root else default_data_root()) / patient.site
+    task = make_task(TASK_0_1) if patient.experiment is None else patient.experiment.task
+    if patient.experiment is None and folder.exists() and not task.has_data(folder):
+        yield Finding(
+            WARNING,
+            "data store",
+            f"{folder} (from {source}) is looked into with --job alone: a job says what it holds",
+        )
+        return
     try:
-        store = read_site_store(folder)
-        if patient.site is not None and store.site != patient.site:
-            raise StoreError(
-                f"the store in {folder} is that of site {store.site!r}, not of {patient.site!r}; "
+        if not task.has_data(folder):
+            raise DataError(f"no site store at {folder}, for task {task.name!r}")
+        data = task.read(folder, patient.site or folder.stem)
+        if patient.site is not None and data.site != patient.site:
+            raise DataError(
+                f"the store in {folder} is that of site {data.site!r}, not of {patient.site!r}; "
                 "correct data in the site settings"
             )
         yield Finding(
             OK,
             "data store",
-            f"{folder} (from {source}): {len(store.participants)} subjects, "
-            f"{len(store.connectomes)} connectomes of {store.n_edges} edges"
-            + (", synthetic" if store.synthetic else ""),
+            f"{folder} (from {source}): {task.describe(data)}"
+            + (", synthetic" if data.synthetic else ""),
         )
-        read_site_store(folder, verify=True)
-    except (StoreError, OSError) as error:
+        data = task.read(folder, data.site, verify=True)
+    except (DataError, OSError) as error:
         yield Finding(FAILED, "data store", f"{error} (from {source})")
         return
-    patient.store = store
+    patient.data = data
     yield Finding(OK, "data store", "every value is finite and every checksum is right")
 
 
@@ -689,9 +700,9 @@ def _job_and_store(patient: _Patient) -> Findings:
 
     try:
         check_allowed(patient.experiment.network.name, patient.settings.networks)
-        if patient.store is None or patient.site is None:
+        if patient.data is None or patient.site is None:
             return
-        site = Site(patient.site, patient.store, patient.experiment)
+        site = Site(patient.site, patient.data, patient.experiment)
         site.check_network()
     except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
         yield Finding(FAILED, "job and store", " ".join(str(error).split()))
@@ -701,5 +712,6 @@ def _job_and_store(patient: _Patient) -> Findings:
         OK,
         "job and store",
         f"the job can train here: {facts['n_train_subjects']} subjects to train on, "
-        f"{facts['n_test_subjects']} held out; {site.partition.describe()}",
+        f"{facts['n_test_subjects']} held out; "
+        + "; ".join([*site.task.remarks(facts), site.partition.describe()]),
     )

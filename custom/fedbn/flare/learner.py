@@ -11,8 +11,10 @@ supported; it is what ``nvflare simulator`` jobs with an in-process executor use
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,16 +154,20 @@ class FedBNLearner(ModelLearner):
         try:
             return work()
         except Exception as error:
-            sentence = " ".join(self._sentence(error).split()) or type(error).__name__
-            site = f"site {self._site_name()!r}"
-            if site not in sentence:
-                sentence = f"{site}: {sentence}"
+            sentence = self._named(self._sentence(error), error)
+            public = self._named(error.public, error) if isinstance(error, DataError) else sentence
             # No event: a job could have FLARE send it to the server with all that it names.
             self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
-            sentence = redacted(sentence, [*self._folders(), *self._unusual_ids()])
-            return FLModel(metrics={}, meta={REPORT: {ERROR: sentence}})
+            public = redacted(public, [*self._folders(), *self._private_names()])
+            return FLModel(metrics={}, meta={REPORT: {ERROR: public}})
+
+    def _named(self, text: str, error: Exception) -> str:
+        """Return one line that says which site it is about."""
+        sentence = " ".join(text.split()) or type(error).__name__
+        site = f"site {self._site_name()!r}"
+        return sentence if site in sentence else f"{site}: {sentence}"
 
     def _sentence(self, error: Exception) -> str:
         """Say what happened; PyTorch's words about a full device are many, and hide what to do."""
@@ -196,15 +202,18 @@ class FedBNLearner(ModelLearner):
         except Exception:
             return str(name)
 
-    def _unusual_ids(self) -> list[str]:
+    def _private_names(self) -> list[str]:
         """Return subject ids that are not in BIDS style, even of a store that cannot be read."""
-        table = self._store_folder(self._site_name()) / "participants.tsv"
-        try:
-            lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-        except OSError:
-            return []
-        ids = {line.split("\t")[0] for line in lines}
-        return [name for name in ids if name and not name.startswith("sub-")]
+        ids: Iterable[str] = []
+        if self._site is not None:
+            ids = self._site.data.private_names()
+        else:
+            table = self._store_folder(self._site_name()) / "participants.tsv"
+            with contextlib.suppress(OSError):
+                lines = table.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+                ids = {line.split("\t")[0] for line in lines}
+        # "sub-…" is found by itself, and a short number names nobody: it is in every sentence.
+        return [name for name in ids if not re.fullmatch(r"|sub-.*|[0-9]{1,3}", name)]
 
     def _load_experiment(self) -> Experiment:
         if self._experiment is None:
@@ -352,7 +361,8 @@ class FedBNLearner(ModelLearner):
             site = self._load_site()
         else:
             site = self._prepare(model)
-        self.info(f"site {site.name!r}: {site.partition.describe()}")
+        remarks = site.task.remarks(site.preparation.facts)
+        self.info("; ".join([f"site {site.name!r}: {site.partition.describe()}", *remarks]))
         device = self._choose_device()
         facts = device_facts(device)
         self.info(f"site {site.name!r} trains on {described(facts)}: {device.reason}")

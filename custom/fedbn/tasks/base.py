@@ -158,6 +158,11 @@ class Task(BaseModel, ABC):
             If they are missing or damaged.
         """
 
+    def describe(self, data: SiteData) -> str:
+        """Say how much a site's data are, in a few words."""
+        n_samples = sum(unit.n_samples for unit in data.units)
+        return f"{len(data.units)} subjects, {n_samples} samples"
+
     def find(self, given: Path, site: str | None = None) -> Path:
         """Return the place of one site's data: what is given, or the one in the folder given.
 
@@ -264,6 +269,10 @@ class Task(BaseModel, ABC):
     def facts(self, data: SiteData, split: Split) -> dict[str, Any]:
         """Return what a report says of a site's data, in aggregate."""
         return {}
+
+    def remarks(self, facts: Mapping[str, Any]) -> list[str]:
+        """Say what a person should know of a site's data, from :meth:`facts`."""
+        return []
 
     # ---------------------------------------------------------------------------- the network
 

@@ -345,7 +345,7 @@ def classification_metrics(scores: Scores) -> dict[str, Any]:
     result: dict[str, Any] = dict.fromkeys((m.name for m in ANY_CLASSES), math.nan)
     result |= dict.fromkeys(names, math.nan)
     if two:
-        result = dict.fromkeys((m.name for m in TWO_CLASSES[:5]), math.nan)
+        result = dict.fromkeys((m.name for m in TWO_CLASSES[:-1]), math.nan)
     reasons: dict[str, str] = {}
     if len(targets) == 0:
         reasons = dict.fromkeys(result, "there are no samples")

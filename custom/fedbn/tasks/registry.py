@@ -21,6 +21,9 @@ TASKS = {
 }
 """Names of the tasks that come with fedbn, to their classes."""
 
+TASK_0_1 = {"name": "connectome"}
+"""What is meant where no task is stated: version 0.1 knew one."""
+
 
 class TaskError(ValueError):
     """A task that does not exist here or may not be used; one sentence."""
@@ -45,8 +48,12 @@ def make_task(settings: Task | Mapping[str, Any], allowed: Collection[str] | Non
     """
     if isinstance(settings, Task):
         return settings
-    name = str(settings.get("name"))
-    own = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+        raise TaskError(
+            f'give an object with the task\'s "name" and settings, got {settings!r:.80}'
+        )
+    name = settings["name"]
+    own = {} if name in TASKS else {p.name: p for p in entry_points(group=ENTRY_POINTS)}
     found: Any = None
     if name in TASKS:
         module, _, attribute = TASKS[name].partition(":")

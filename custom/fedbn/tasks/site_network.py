@@ -39,6 +39,36 @@ class SiteNetwork(nn.Module):
         return (x - self.mean) / self.std
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's output for raw samples (n, n_features) float32."""
+        """Return the network's output, float32, for raw samples (n, n_features) float32."""
         output: torch.Tensor = self.network((x - self.mean) / self.std)
-        return output
+        return output.float()
+
+
+class TableNetwork(SiteNetwork):
+    """The same for rows of a table, whose missing cells are NaN.
+
+    A feature with a standard deviation of 0 is 0.
+
+    Attributes
+    ----------
+    fill : torch.Tensor
+        Buffer, float32, (n_features,): what stands for a missing cell.
+    """
+
+    if TYPE_CHECKING:
+        fill: torch.Tensor
+
+    def __init__(self, network: nn.Module, n_features: int):
+        super().__init__(network, n_features)
+        self.register_buffer("fill", torch.zeros(n_features))
+
+    def standardize(self, x: torch.Tensor) -> torch.Tensor:
+        """Return z-scores of raw rows, missing cells filled, same shape."""
+        z = super().standardize(torch.where(torch.isnan(x), self.fill, x))
+        return torch.where(self.std > 0, z, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's output, float32, for raw rows, NaN where a cell is missing."""
+        z = (torch.where(torch.isnan(x), self.fill, x) - self.mean) / self.std
+        output: torch.Tensor = self.network(torch.where(self.std > 0, z, 0.0))
+        return output.float()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from data_prep.table_store import TABLE, TableStore, read_table_store
+from data_prep.errors import some_of
+from data_prep.table_store import TABLE, TableStore, plain, read_table_store
 from fedbn.core.batches import TensorSamples
 from fedbn.tasks.classification import ClassificationTask
-from fedbn.tasks.data import DataError, Index, SiteData, Split
+from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+
+Cell = Annotated[str, BeforeValidator(lambda v: plain(str(v)) if isinstance(v, int | str) else v)]
+"""What a category's cell holds; a job may write a number for it."""
 
 
 class TabularTask(ClassificationTask):
@@ -37,42 +41,47 @@ class TabularTask(ClassificationTask):
     Notes
     -----
     A missing number is filled with the median of the site's own training patients, a missing
-    category with their most frequent one. A column that a site has not at all is allowed: its
-    features are 0, as those of an average patient, and the site's facts name it.
+    category with their most frequent one. A feature that does not vary among them is 0 for
+    everybody at the site. So are those of a column that a site has not at all, which is allowed;
+    the site's facts name it.
     """
 
     name: Literal["tabular"] = "tabular"
     target: str
-    classes: dict[str, list[str]]
+    classes: dict[str, list[Cell]]
     numbers: list[str] = Field(default_factory=list)
-    categories: dict[str, list[str]] = Field(default_factory=dict)
+    categories: dict[str, list[Cell]] = Field(default_factory=dict)
     standardization: Literal["site", "none"] = "site"
 
     @field_validator("classes")
     @classmethod
-    def _distinct(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
-        cells = [cell for of_class in value.values() for cell in of_class]
-        twice = [cell for k, cell in enumerate(cells) if cell in cells[:k]]
-        if len(value) < 2 or twice or not all(value.values()):
+    def _distinct_classes(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        if twice := _twice([cell for cells in value.values() for cell in cells]):
+            raise ValueError(f"cell {twice!r} means two classes")
+        if len(value) < 2 or not all(value.values()):
             raise ValueError(
-                f"cell {twice[0]!r} means two classes"
-                if twice
-                else "give two classes or more, each with the cells of the target that mean it"
+                "give two classes or more, each with the cells of the target that mean it"
             )
+        return value
+
+    @field_validator("categories")
+    @classmethod
+    def _distinct_values(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        for name, cells in value.items():
+            if len(cells) < 2 or _twice(cells):
+                raise ValueError(f"give two values or more of {name!r}, each once")
         return value
 
     @model_validator(mode="after")
     def _columns(self) -> TabularTask:
-        columns = [*self.numbers, *self.categories]
-        twice = [name for k, name in enumerate(columns) if name in columns[:k]]
-        if not columns or twice or self.target in columns:
+        if twice := _twice([*self.numbers, *self.categories]):
+            raise ValueError(f"column {twice!r} is named twice")
+        if self.target in (*self.numbers, *self.categories):
             raise ValueError(
-                f"column {twice[0]!r} is named twice"
-                if twice
-                else f"the target {self.target!r} is among the columns that it is learned from"
-                if columns
-                else "give columns to learn from: numbers, categories or both"
+                f"the target {self.target!r} is among the columns that it is learned from"
             )
+        if not self.features:
+            raise ValueError("give columns to learn from: numbers, categories or both")
         return self
 
     @property
@@ -88,17 +97,43 @@ class TabularTask(ClassificationTask):
 
     def has_data(self, place: Path) -> bool:
         """Whether a table is there."""
-        return place.is_file() or (place / TABLE).is_file()
+        return (place if place.suffix == ".csv" else place / TABLE).is_file()
 
     def read(self, place: Path, site: str, *, verify: bool = False) -> TableStore:
-        """Read a site's table; see :meth:`fedbn.tasks.base.Task.read`."""
+        """Read a site's table, every cell of it; see :meth:`fedbn.tasks.base.Task.read`."""
         store = read_table_store(place, site, self.target, self.classes)
-        if verify:
-            self._raw(store)
+        known = {name.casefold(): name for name in store.columns}
+        asked = [*self.numbers, *self.categories]
+        for name in asked:
+            if name not in store.columns and name.casefold() in known:
+                raise DataError(
+                    f"site {site!r}: {store.place} has a column {known[name.casefold()]!r}, which "
+                    f"the job calls {name!r}; rename it"
+                )
+        if not any(cell is not None for name in asked for cell in store.column(name)):
+            raise DataError(
+                f"site {site!r}: {store.place} has no value in any column that the job learns "
+                f"from: {some_of(asked, 20)}"
+            )
+        self._raw(store)
         return store
 
+    def split(self, data: SiteData, settings: SplitSettings) -> Split:
+        """Divide as :meth:`Task.split`; refuse a patient whose class is missing."""
+        _table(data).require_classes()
+        return super().split(data, settings)
+
+    def bundling(self) -> Any:
+        """Return how models of tables are packed and asked."""
+        from fedbn.tasks.tabular_prediction import TabularBundling
+
+        return TabularBundling(self)
+
     def fit(self, data: SiteData, train: Index) -> dict[str, torch.Tensor]:
-        """Return ``fill``, ``mean`` and ``std`` of each feature, float32 (n_features,)."""
+        """Return ``fill``, ``mean`` and ``std`` of each feature, float32 (n_features,).
+
+        A standard deviation of 0 marks a feature that is 0 for everybody.
+        """
         store = _table(data)
         raw = self._raw(store)[np.isin(store.owners, train)]
         known = ~np.isnan(raw)
@@ -108,16 +143,15 @@ class TabularTask(ClassificationTask):
                 fill[k] = np.median(raw[known[:, k], k])
         start = len(self.numbers)
         for values in self.categories.values():
-            part = slice(start, start + len(values))
-            counts = np.nansum(raw[:, part], axis=0)
+            counts = np.nansum(raw[:, start : start + len(values)], axis=0)
             if counts.any():
                 fill[start + int(counts.argmax())] = 1
-            start = part.stop
-        mean, std = np.zeros_like(fill), np.ones_like(fill)
+            start += len(values)
+        mean, std = np.zeros_like(fill), known.any(axis=0).astype(float)
         if self.standardization == "site":
             filled = np.where(known, raw, fill)
             mean, std = filled.mean(axis=0), filled.std(axis=0)
-            std[std < 1e-6] = 1.0
+            std[np.ptp(filled, axis=0) == 0] = 0
         numbers = {"fill": fill, "mean": mean, "std": std}
         return {name: torch.from_numpy(v.astype(np.float32)) for name, v in numbers.items()}
 
@@ -128,12 +162,17 @@ class TabularTask(ClassificationTask):
         fitted: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> TensorSamples:
-        """Return the rows of some patients, filled and standardised, (n, n_features) float32."""
+        """Return the rows of some patients, filled and standardised, (n, n_features) float32.
+
+        With nothing fitted a missing cell is NaN.
+        """
         store = _table(data)
         rows = np.flatnonzero(np.isin(store.owners, units))
-        raw = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
-        filled = torch.where(raw.isnan(), fitted["fill"], raw)
-        inputs = (filled - fitted["mean"]) / fitted["std"]
+        inputs = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
+        if fitted:
+            inputs = torch.where(inputs.isnan(), fitted["fill"], inputs)
+            z = (inputs - fitted["mean"]) / fitted["std"]
+            inputs = torch.where(fitted["std"] > 0, z, 0.0)
         targets = torch.from_numpy(store.labels[rows])
         return TensorSamples(inputs.to(device), targets, store.owners[rows])
 
@@ -149,6 +188,11 @@ class TabularTask(ClassificationTask):
             "columns_without_values": absent,
             "missing_cells_share": n_missing / (len(columns) * len(store.rows)),
         }
+
+    def remarks(self, facts: Mapping[str, Any]) -> list[str]:
+        """Name the columns that the site has not."""
+        absent = facts.get("columns_without_values")
+        return [f"columns without values: {', '.join(absent)}"] if absent else []
 
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""
@@ -167,29 +211,28 @@ class TabularTask(ClassificationTask):
 
     def _numbers(self, store: TableStore, name: str) -> np.ndarray:
         column = np.full(len(store.rows), np.nan)
-        for k, cell in enumerate(store.column(name)):
+        for row, cell in enumerate(store.column(name)):
             if cell is None:
                 continue
             try:
-                column[k] = float(cell)
+                column[row] = np.inf if "_" in cell else float(cell)  # 1_000 is a number in Python
             except ValueError:
-                column[k] = np.inf
-            if not np.isfinite(column[k]):
-                raise DataError(
-                    f"site {store.site!r}: {name!r} is {cell!r} in row {k + 2} of {store.place}, "
-                    "which is no number; leave a missing cell empty"
-                )
+                column[row] = np.inf
+            if not np.isfinite(column[row]):
+                raise store.cell_error(row, name, "give a number, or leave a missing cell empty")
         return column
 
     def _categories(self, store: TableStore, name: str, values: list[str]) -> list[str | None]:
-        cells = store.column(name)
-        for k, cell in enumerate(cells):
+        cells = [None if cell is None else plain(cell) for cell in store.column(name)]
+        for row, cell in enumerate(cells):
             if cell is not None and cell not in values:
-                raise DataError(
-                    f"site {store.site!r}: {name!r} is {cell!r} in row {k + 2} of {store.place}; "
-                    f"the experiment states {', '.join(values)}"
-                )
+                raise store.cell_error(row, name, f"the job states {some_of(values, 20)}")
         return cells
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    """Return a name that is there twice."""
+    return next((name for k, name in enumerate(names) if name in names[:k]), None)
 
 
 def _table(data: SiteData) -> TableStore:

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_prep.site_store import read_site_store
 from fedbn.federation.results import (
     AFTER_TRAINING,
     BEFORE_TRAINING,
     FORMAT,
+    across_sites,
     run_report,
     site_report,
     versions,
@@ -161,3 +165,74 @@ def test_versions_name_what_decides_the_numbers():
     found = versions()
     assert set(found) == {"python", "fedbn", "torch", "numpy", "nvflare", "monai", "scikit-learn"}
     assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
+
+
+# ------------------------------------------------------------------------------------ over sites
+
+METRICS = ("accuracy", "balanced_accuracy", "auc")
+
+
+def site_metrics(n, **changes):
+    return {**dict.fromkeys(METRICS, 0.5), **changes, "n": n, "reasons": {}}
+
+
+class TestAcrossSites:
+    def test_both_means_by_hand(self):
+        result = across_sites(
+            {"UM": site_metrics(30, accuracy=0.5), "NYU": site_metrics(10, accuracy=0.9)}
+        )
+        assert result["macro"]["accuracy"] == pytest.approx(0.7)
+        assert result["sample_weighted"]["accuracy"] == pytest.approx(0.6)
+        assert result["weights"] == {"NYU": 10, "UM": 30}
+        assert result["n_sites"] == dict.fromkeys(METRICS, 2)
+
+    def test_undefined_stays_out_and_is_counted(self):
+        result = across_sites(
+            {
+                "NYU": site_metrics(10, auc=0.8),
+                "UM": site_metrics(30, auc=NAN),
+                "USM": site_metrics(20, auc=0.5),
+            }
+        )
+        assert result["macro"]["auc"] == pytest.approx(0.65)
+        assert result["sample_weighted"]["auc"] == pytest.approx(0.6)
+        assert result["n_sites"]["auc"] == 2
+        assert result["n_sites"]["accuracy"] == 3
+
+    def test_undefined_everywhere(self):
+        result = across_sites({"NYU": site_metrics(0, **dict.fromkeys(METRICS, NAN))})
+        assert math.isnan(result["macro"]["auc"])
+        assert math.isnan(result["sample_weighted"]["accuracy"])
+        assert result["n_sites"]["auc"] == 0
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 500), st.floats(0, 1) | st.just(NAN)), min_size=1, max_size=5
+        )
+    )
+    @settings(max_examples=40, deadline=None)
+    def test_same_bits_in_any_order(self, sites):
+        per_site = {f"site-{k}": site_metrics(n, auc=auc) for k, (n, auc) in enumerate(sites)}
+        results = {
+            str(across_sites({name: per_site[name] for name in order}))
+            for order in permutations(per_site)
+        }
+        assert len(results) == 1
+
+    @pytest.mark.parametrize(
+        ("per_site", "match"),
+        [
+            ({}, "no site to average"),
+            (
+                {"NYU": site_metrics(3), "UM": {"accuracy": 0.5, "n": 3, "reasons": {}}},
+                "sites 'NYU' and 'UM' differ in their metrics: auc, balanced_accuracy",
+            ),
+        ],
+    )
+    def test_refuses(self, per_site, match):
+        with pytest.raises(ValueError, match=match):
+            across_sites(per_site)
+
+
+def test_before_and_after_are_named():
+    assert (BEFORE_TRAINING, AFTER_TRAINING) == ("before_training", "after_training")

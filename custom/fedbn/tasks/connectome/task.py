@@ -51,6 +51,12 @@ class ConnectomeTask(ClassificationTask):
 
         return ConnectomeBundling(self)
 
+    def describe(self, data: SiteData) -> str:
+        """Say how many connectomes there are."""
+        store = _store(data)
+        n_connectomes, n_edges = store.connectomes.shape
+        return f"{len(store.units)} subjects, {n_connectomes} connectomes of {n_edges} edges"
+
     def differences(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         """Name atlas, ROIs and settings of connectomes that differ."""
         return signature_differences(a, b)
