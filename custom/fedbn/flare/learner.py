@@ -154,8 +154,10 @@ class FedBNLearner(ModelLearner):
         try:
             return work()
         except Exception as error:
-            sentence = self._named(self._sentence(error), error)
-            public = self._named(error.public, error) if isinstance(error, DataError) else sentence
+            said = self._sentence(error)
+            sentence = public = self._named(said, error)
+            if isinstance(error, DataError) and said == str(error):
+                public = self._named(error.public, error)
             # No event: a job could have FLARE send it to the server with all that it names.
             self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
