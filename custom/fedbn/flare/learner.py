@@ -395,7 +395,7 @@ class FedBNLearner(ModelLearner):
                 "here before"
             )
         check_not_stale(state.site, kept, accepted)
-        shared = to_tensors(model.params)
+        shared = to_tensors(model.params, site.network.state_dict())
         self._keep_best(model)
         result = site.train_round(shared, local, number, self._on_epoch)
         self._judge_here(shared, local, number - 1, result.before)
@@ -455,7 +455,7 @@ class FedBNLearner(ModelLearner):
     def _judge(self, model: FLModel) -> FLModel:
         """Score the last shared weights on the validation units."""
         site, local = self._ready(model)
-        judged = site.judged(to_tensors(model.params), local)
+        judged = site.judged(to_tensors(model.params, site.network.state_dict()), local)
         return FLModel(metrics={}, meta={REPORT: {"site": site.name, BEFORE_TRAINING: judged}})
 
     def _ready(self, model: FLModel) -> tuple[Site, dict[str, torch.Tensor]]:
@@ -469,7 +469,7 @@ class FedBNLearner(ModelLearner):
     def _chosen(self, model: FLModel) -> tuple[Site, Mapping[str, Any], Mapping[str, Any]]:
         """Return the site, and the shared and local entries that the run ends with here."""
         site, local = self._ready(model)
-        shared: Mapping[str, torch.Tensor] = to_tensors(model.params)
+        shared: Mapping[str, torch.Tensor] = to_tensors(model.params, site.network.state_dict())
         experiment, state = self._load_experiment(), self._load_state()
         if experiment.best_round == "validation":
             self._keep_best(model)
@@ -528,7 +528,8 @@ class FedBNLearner(ModelLearner):
         """Score weights that some other workflow sent, with the site's own batch norm."""
         site, state = self._load_site(), self._load_state()
         local, _ = state.load_local()
-        return FLModel(metrics=site.task.follow(site.evaluate(to_tensors(model.params), local)))
+        shared = to_tensors(model.params, site.network.state_dict())
+        return FLModel(metrics=site.task.follow(site.evaluate(shared, local)))
 
     def _on_epoch(self, epoch: int, loss: float) -> None:
         if self.is_aborted():
