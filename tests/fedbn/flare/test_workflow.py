@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -397,6 +398,34 @@ def test_what_fails_after_the_results_does_not_lose_them(make_workflow, monkeypa
     assert panics(workflow) == []
     assert results(workflow)["status"] == "completed"
     assert "nobody has foreseen it" in caplog.text
+
+
+@pytest.mark.parametrize("purpose", ["finetune", "alone"])
+@pytest.mark.parametrize("end", ["aborted", "unforeseen", "killed"])
+def test_what_ends_a_run_after_its_sites_are_scored_does_not_lose_their_scores(
+    make_workflow, purpose, end
+):
+    workflow = make_workflow(finetune={"epochs": 1}, compare_with_alone=True)
+    inner = workflow.clients["NYU"]
+
+    def ends(asked, data):
+        if asked == purpose:
+            assert sorted(results(workflow)["sites"]) == sorted(SITES)
+            if end == "aborted":
+                workflow.abort_signal.trigger("stop")
+            else:
+                raise (IndexError if end == "unforeseen" else KeyboardInterrupt)("here")
+        return inner(asked, data)
+
+    workflow.clients["NYU"] = ends
+    with contextlib.suppress(IndexError, KeyboardInterrupt):
+        workflow.run()
+    found = results(workflow)
+    assert sorted(found["sites"]) == sorted(SITES)
+    assert "federated" in found["across_sites"]
+    assert found["status"] == ("failed" if end == "unforeseen" else "aborted")
+    if end == "killed":
+        assert found["reason"] == "the sites are scored, but their work 'alone' has not ended"
 
 
 @pytest.mark.parametrize("step", ["_messages", "save_model"])
