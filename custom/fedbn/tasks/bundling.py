@@ -243,7 +243,7 @@ class Bundling:
 
     def of_data(self, trained_on: TrainedOn, place: Path, trained: Trained) -> Iterator[Case]:
         """Read the units of one site's data."""
-        data = self.task.read(place, place.stem, verify=True)
+        data = self.read(trained_on, place)
         signature = json.loads(json.dumps(data.signature()))
         if differences := self.task.differences(trained_on.signature, signature):
             raise PredictionError(
@@ -259,6 +259,10 @@ class Bundling:
                 None if in_training is None else bool(in_training[k]),
                 **self.unit_facts(trained_on, data, k),
             )
+
+    def read(self, trained_on: TrainedOn, place: Path) -> SiteData:
+        """Read one site's data; whose they are, they say themselves or by the name of the place."""
+        return self.task.read(place, place.stem, verify=True)
 
     def unit_facts(self, trained_on: TrainedOn, data: SiteData, unit: int) -> dict[str, Any]:
         """Return what a unit's case has besides: its facts, parts and warnings."""
@@ -302,8 +306,8 @@ class StandardizedBundling(Bundling):
         return {name: weights[name] for name in ("mean", "std")}
 
     def target(self, model: nn.Module, network: dict[str, Any]) -> dict[str, Any]:
-        """Return how MONAI's configuration builds a :class:`SiteNetwork`."""
-        name = f"{SiteNetwork.__module__}.{SiteNetwork.__qualname__}"
+        """Return how MONAI's configuration builds the model: a :class:`SiteNetwork` or its kind."""
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
         return {"_target_": name, "network": network, "n_features": self.shape(model, None)[0]}
 
     def shape(self, model: nn.Module, recorded: Sequence[int] | None) -> tuple[int, ...]:

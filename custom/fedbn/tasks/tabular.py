@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from data_prep.table_store import TABLE, TableStore, plain, read_table_store
 from fedbn.core.batches import TensorSamples
 from fedbn.tasks.classification import ClassificationTask
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+from fedbn.tasks.site_network import standardized_rows
+
+if TYPE_CHECKING:
+    from fedbn.tasks.tabular_bundling import TabularBundling
 
 Cell = Annotated[str, BeforeValidator(lambda v: plain(str(v)) if isinstance(v, int | str) else v)]
 """What a category's cell holds; a job may write a number for it."""
@@ -102,10 +106,10 @@ class TabularTask(ClassificationTask):
     def read(self, place: Path, site: str, *, verify: bool = False) -> TableStore:
         """Read a site's table, every cell of it; see :meth:`fedbn.tasks.base.Task.read`."""
         store = read_table_store(place, site, self.target, self.classes)
-        known = {name.casefold(): name for name in store.columns}
+        known = {name.casefold(): name for name in store.cells}
         asked = [*self.numbers, *self.categories]
         for name in asked:
-            if name not in store.columns and name.casefold() in known:
+            if name not in store.cells and name.casefold() in known:
                 raise DataError(
                     f"site {site!r}: {store.place} has a column {known[name.casefold()]!r}, which "
                     f"the job calls {name!r}; rename it"
@@ -115,7 +119,7 @@ class TabularTask(ClassificationTask):
                 f"site {site!r}: {store.place} has no value in any column that the job learns "
                 f"from: {some_of(asked, 20)}"
             )
-        self._raw(store)
+        self.raw(store)
         return store
 
     def split(self, data: SiteData, settings: SplitSettings) -> Split:
@@ -129,7 +133,7 @@ class TabularTask(ClassificationTask):
         A standard deviation of 0 marks a feature that is 0 for everybody.
         """
         store = _table(data)
-        raw = self._raw(store)[np.isin(store.owners, train)]
+        raw = self.raw(store)[np.isin(store.owners, train)]
         known = ~np.isnan(raw)
         fill = np.zeros(raw.shape[1])
         for k in range(len(self.numbers)):
@@ -156,13 +160,15 @@ class TabularTask(ClassificationTask):
         fitted: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> TensorSamples:
-        """Return the rows of some patients, filled and standardised, (n, n_features) float32."""
+        """Return the rows of some patients, filled and standardised, (n, n_features) float32.
+
+        With nothing fitted they are as they are, NaN where missing.
+        """
         store = _table(data)
         rows = np.flatnonzero(np.isin(store.owners, units))
-        raw = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
-        filled = torch.where(raw.isnan(), fitted["fill"], raw)
-        varies = fitted["std"] > 0
-        inputs = torch.where(varies, (filled - fitted["mean"]) / fitted["std"], 0.0)
+        inputs = torch.from_numpy(self.raw(store)[rows].astype(np.float32))
+        if fitted:
+            inputs = standardized_rows(inputs, **fitted)
         targets = torch.from_numpy(store.labels[rows])
         return TensorSamples(inputs.to(device), targets, store.owners[rows])
 
@@ -176,7 +182,7 @@ class TabularTask(ClassificationTask):
         return {
             **super().facts(data, split),
             "columns_without_values": absent,
-            "missing_cells_share": n_missing / (len(columns) * len(store.rows)),
+            "missing_cells_share": n_missing / (len(columns) * len(store.lines)),
         }
 
     def remarks(self, facts: Mapping[str, Any]) -> list[str]:
@@ -184,23 +190,32 @@ class TabularTask(ClassificationTask):
         absent = facts.get("columns_without_values")
         return [f"columns without values: {', '.join(absent)}"] if absent else []
 
+    def bundling(self) -> TabularBundling:
+        """Return how complete models are packed and asked."""
+        from fedbn.tasks.tabular_bundling import TabularBundling
+
+        return TabularBundling(self)
+
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""
         return f"table's rows of {len(self.features)} features"
 
-    def _raw(self, store: TableStore) -> np.ndarray:
+    def raw(self, data: SiteData) -> np.ndarray:
         """Return the features of every row, float64 (n_rows, n_features), NaN where missing."""
-        found = [self._numbers(store, name) for name in self.numbers]
-        for name, values in self.categories.items():
-            cells = self._categories(store, name, values)
-            found += [
-                np.array([np.nan if cell is None else float(cell == value) for cell in cells])
-                for value in values
-            ]
-        return np.stack(found, axis=1)
+        store, names = _table(data), self.features
+        if names not in store.made:
+            found = [self._numbers(store, name) for name in self.numbers]
+            for name, values in self.categories.items():
+                cells = self._categories(store, name, values)
+                found += [
+                    np.array([np.nan if cell is None else float(cell == value) for cell in cells])
+                    for value in values
+                ]
+            store.made[names] = np.stack(found, axis=1)
+        return store.made[names]
 
     def _numbers(self, store: TableStore, name: str) -> np.ndarray:
-        column = np.full(len(store.rows), np.nan)
+        column = np.full(len(store.lines), np.nan)
         for row, cell in enumerate(store.column(name)):
             if cell is None:
                 continue

@@ -45,7 +45,7 @@ def inputs_of(task, data, train):
     fitted = task.fit(data, np.array(train))
     samples = task.samples(data, np.arange(len(data.units)), fitted, CPU)
     assert samples.inputs.dtype == torch.float32
-    assert samples.inputs.shape == (len(data.rows), len(task.features))
+    assert samples.inputs.shape == (len(data.lines), len(task.features))
     return fitted, samples
 
 
