@@ -51,7 +51,7 @@ class TabularBundling(StandardizedBundling):
     def card(self, trained_on: TrainedOn, shape: Sequence[int]) -> dict[str, Any]:
         """Describe the model; see :meth:`fedbn.tasks.bundling.Bundling.card`."""
         task = self._task
-        columns = ", ".join([*task.numbers, *task.categories])
+        columns = ", ".join(task.columns)
         return super().card(trained_on, shape) | {
             "name": f"{task.target} from a table at {trained_on.site}",
             "data_type": "rows of a table",
