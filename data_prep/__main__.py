@@ -1,22 +1,21 @@
 """The command line: ``python -m data_prep abide | nifti | series | images | synthetic | check``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from data_prep.abide import (
-    ABIDE_PREPROCESSING,
     ABIDE_SITES,
     DEFAULT_SITES,
     Abide,
     fetch_abide,
     find_abide,
-    repetition_time,
+    repetition_times,
 )
-from data_prep.atlas import UNLISTED_RULES, Atlas, read_atlas, read_rois
+from data_prep.atlas import UNLISTED_RULES, read_atlas, read_rois
 from data_prep.compatibility import check_compatible
 from data_prep.errors import StoreError, TooSmallError
 from data_prep.files import file_checksum
@@ -25,19 +24,11 @@ from data_prep.heart import heart
 from data_prep.images.command import check_image_stores, images, synthetic_images
 from data_prep.images.store import is_image_store
 from data_prep.images.synthetic import SCANNERS, Cohort
-from data_prep.nifti import (
-    DEFAULT_SPACE,
-    CheckedScan,
-    check_scan,
-    find_fmriprep_scans,
-    find_scans,
-    fmriprep_version,
-    one_repetition_time,
-    read_nifti_subject,
-)
+from data_prep.nifti import check_scan, nifti_source, one_repetition_time
 from data_prep.options import (
     Mismatch,
     ParticipantOptions,
+    ScanOptions,
     StoreOptions,
     check_mismatch,
     option,
@@ -45,9 +36,8 @@ from data_prep.options import (
     take_options,
 )
 from data_prep.paper.command import COMMANDS
-from data_prep.participants import JoinedSite, Subject, join_participants, who_is_named
-from data_prep.preparation import FoldPlan, Preparation, SiteSource
-from data_prep.quality import Exclusion
+from data_prep.participants import JoinedSite, join_participants, who_is_named
+from data_prep.preparation import FoldPlan, SiteSource
 from data_prep.report import SiteReport, show_stores
 from data_prep.roi_files import read_subjects, refuse_foreign_series, rois_of
 from data_prep.scans import Scan, find_files, one_a_participant, scan_of
@@ -61,14 +51,7 @@ from data_prep.terminal import (
     show_any_text,
     usage_errors,
 )
-from data_prep.timeseries import (
-    CONFOUND_PRESETS,
-    DEFAULT_CONFOUNDS,
-    STANDARDIZATIONS,
-    ExtractionSettings,
-    check_tr,
-    parse_confounds,
-)
+from data_prep.timeseries import check_tr
 
 app = typer.Typer(
     callback=show_any_text,
@@ -147,8 +130,7 @@ def abide(
             tr = _one_time(join, options)
             n_folds = None if not every or keep_small else options.folds or USUAL_FOLDS
             shown = replace(join, left_out=())  # by ABIDE's quality check: hundreds
-            of_site = _abide_source(data, join)
-            options.make(of_site, options.preparation(tr), report, shown, n_folds=n_folds)
+            options.make(data.source(join), options.preparation(tr), report, shown, n_folds=n_folds)
         except TooSmallError as error:
             if not every:
                 raise
@@ -156,41 +138,14 @@ def abide(
     report.show(options.root)
 
 
-def _repetition_times(join: JoinedSite) -> list[float]:
-    return sorted({repetition_time(scan.file) for _, scan in join.joined})
-
-
 def _one_time(join: JoinedSite, options: StoreOptions) -> float | None:
-    times = _repetition_times(join)
+    times = repetition_times(join)
     if options.window_seconds and len(times) > 1:
         raise TooSmallError(
             f"site {join.site!r}: its scans have the repetition times "
             f"{', '.join(f'{tr:g}' for tr in times)} s, so no window is the same time in all"
         )
     return times[0] if times else None
-
-
-def _abide_source(data: Abide, join: JoinedSite) -> SiteSource:
-    times = _repetition_times(join)
-    one = len(times) == 1
-    return SiteSource(
-        site=join.site,
-        subjects=read_subjects(join),
-        n_subjects=len(join.joined),
-        inputs={**data.inputs(), **join.inputs()},
-        description={
-            "source": {
-                "name": "ABIDE I, Preprocessed Connectomes Project",
-                "SITE_ID": ABIDE_SITES[join.site],
-                "derivative": "rois_ho",
-                "layout": "nilearn.datasets.fetch_abide_pcp",
-            },
-            "preprocessing": ABIDE_PREPROCESSING,
-            "synthetic": False,
-            **({"repetition_time_s": times[0]} if one else {"repetition_times_s": times}),
-            "join": join.describe(),
-        },
-    )
 
 
 # ----------------------------------------------------------------------------------------- series
@@ -268,82 +223,6 @@ def series(
 # ------------------------------------------------------------------------------------------ nifti
 
 
-@dataclass(frozen=True)
-class ScanOptions:
-    """Which scans are read, and how ROI time series are made of them."""
-
-    images: Annotated[
-        str | None,
-        option(
-            "Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. With "
-            "--fmriprep: inside that folder."
-        ),
-    ] = None
-    fmriprep: Annotated[Path | None, option("fMRIPrep's folder of derivatives, instead.")] = None
-    session: Annotated[str | None, option("Take ses-<this> only.")] = None
-    task: Annotated[str | None, option("Take task-<this> only.")] = None
-    run: Annotated[str | None, option("Take run-<this> only.")] = None
-    space: Annotated[
-        str, option("With --fmriprep: the template space, which must be the atlas's.")
-    ] = DEFAULT_SPACE
-    confounds: Annotated[
-        str | None,
-        option(
-            f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of nilearn's "
-            f"load_confounds. Default: {DEFAULT_CONFOUNDS}."
-        ),
-    ] = None
-    tr: Annotated[
-        float | None, option("Repetition time in seconds, instead of header and JSON sidecar.")
-    ] = None
-    high_pass: Annotated[float, option("Lower cut-off in Hz; 0 for none.")] = 0.01
-    low_pass: Annotated[float, option("Upper cut-off in Hz; 0 for none.")] = 0.1
-    no_detrend: Annotated[bool, option("Leave linear trends in.", "--no-detrend")] = False
-    standardize: Annotated[str, option(f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")] = (
-        "zscore"
-    )
-
-    def extraction(self) -> ExtractionSettings:
-        """Return the settings, or raise a ValueError for options that do not go together."""
-        check_tr(self.tr)
-        confounds = None
-        if self.fmriprep is not None and self.confounds != "none":
-            confounds = parse_confounds(self.confounds or DEFAULT_CONFOUNDS)
-        elif self.fmriprep is None and self.images is None:
-            raise ValueError("name the scans with --images, or fMRIPrep's folder with --fmriprep")
-        elif self.fmriprep is None and self.confounds not in (None, "none"):
-            raise ValueError("--confounds needs --fmriprep: only its tables of confounds are read")
-        return ExtractionSettings(
-            self.high_pass or None,
-            self.low_pass or None,
-            not self.no_detrend,
-            self.standardize,
-            confounds,
-        )
-
-    def find(self, settings: ExtractionSettings) -> list[Scan]:
-        """Find one scan a participant."""
-        wanted = {"ses": self.session, "task": self.task, "run": self.run}
-        if self.fmriprep is None:
-            return find_scans(self.images or "", wanted)
-        return find_fmriprep_scans(
-            self.fmriprep,
-            wanted,
-            space=self.space,
-            pattern=self.images,
-            smoothed_by_aroma=(settings.confounds or {}).get("ica_aroma") == "full",
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the site store states of the source."""
-        source: dict[str, Any] = {"name": "NIfTI scans"}
-        if self.fmriprep is not None:
-            version = fmriprep_version(self.fmriprep)
-            source = {"name": "fMRIPrep derivatives", "space": self.space, "generated_by": version}
-        selection = {"session": self.session, "task": self.task, "run": self.run}
-        return {**source, "tr_set_by_user": self.tr is not None, "selection": selection}
-
-
 @app.command(context_settings=EXPLAINED)
 @one_sentence_errors
 @take_options
@@ -391,7 +270,7 @@ def nifti(
     preparation = options.preparation(seconds, extraction)
     about = {**of_scans.describe(), **people.describe()}
     participants = {people.participants.name: file_checksum(people.participants)}
-    source = _nifti_source(join, scans, regions, preparation, seconds, about, participants)
+    source = nifti_source(join, scans, regions, preparation, seconds, about, participants)
     report = SiteReport()
     store = options.make(source, preparation, report, join, series_out=timeseries_out)
     report.show(options.root)
@@ -408,50 +287,6 @@ def nifti(
             soft_wrap=True,
             markup=False,
         )
-
-
-def _nifti_source(
-    join: JoinedSite,
-    scans: Sequence[CheckedScan],
-    regions: Atlas,
-    preparation: Preparation,
-    seconds: float,
-    about: dict[str, Any],
-    inputs: dict[str, Any],
-) -> SiteSource:
-    extraction = preparation.extraction
-    assert extraction is not None
-    made_of = ", ".join(str(about[key]) for key in ("name", "space") if key in about)
-    description: dict[str, Any] = {
-        "source": about,
-        "preprocessing": f"{extraction.title} ({made_of})",
-        "synthetic": False,
-        "atlas_files": regions.describe(),
-        "repetition_time_s": seconds,
-        "join": join.describe(),
-    }
-
-    def subjects() -> Iterator[Subject | Exclusion]:
-        shortest = preparation.rule.shortest(preparation.settings.window)
-        for checked in scans:  # one scan in memory at a time
-            one = read_nifti_subject(checked, join.site, regions, extraction, shortest)
-            if isinstance(one, Subject) and len(one.series) < checked.n_volumes:
-                censored = description.setdefault("censored_volumes", {})
-                censored[one.participant_id] = checked.n_volumes - len(one.series)
-            yield one
-
-    for checked in scans:
-        inputs |= checked.inputs
-    inputs |= {
-        **dict([regions.image_file, regions.labels_file]),
-        "label_offset": regions.label_offset,
-        "unlisted_labels": list(regions.unlisted),
-        "repetition_time": seconds,
-        **join.describe(),
-    }
-    return SiteSource(
-        *(join.site, subjects(), len(scans), inputs, description), regions.title, regions.rois
-    )
 
 
 # ---------------------------------------------------------------------------- synthetic and check

@@ -13,6 +13,8 @@ from pathlib import Path
 from data_prep.errors import SourceError
 from data_prep.files import file_checksum
 from data_prep.participants import JoinedSite, Person
+from data_prep.preparation import SiteSource
+from data_prep.roi_files import read_subjects
 from data_prep.scans import Scan
 from data_prep.tables import read_table
 
@@ -23,7 +25,7 @@ __all__ = [
     "Abide",
     "fetch_abide",
     "find_abide",
-    "repetition_time",
+    "repetition_times",
 ]
 
 #: The sites of the paper, which the main job runs on.
@@ -114,10 +116,14 @@ def fetch_abide(sites: Sequence[str], data_dir: Path | None = None) -> Path:
     return find_abide(next(root for root in roots if (root / "ABIDE_pcp" / PHENOTYPIC).is_file()))
 
 
-def repetition_time(scan: Path) -> float:
-    """Return the seconds between two volumes of a scan of ABIDE, by the name of its file."""
-    name = scan.name.lower()
-    return next((tr for begin, tr in REPETITION_TIMES_S.items() if name.startswith(begin)), 2.0)
+def repetition_times(join: JoinedSite) -> list[float]:
+    """Return the seconds between two volumes of a site's scans, by the names of their files."""
+
+    def of_file(name: str) -> float:
+        begins = (begin for begin in REPETITION_TIMES_S if name.lower().startswith(begin))
+        return REPETITION_TIMES_S.get(next(begins, ""), 2.0)
+
+    return sorted({of_file(scan.file.name) for _, scan in join.joined})
 
 
 @dataclass(frozen=True)
@@ -203,6 +209,29 @@ class Abide:
             left_out=tuple(sorted(left_out)),
             without_scan=tuple(sorted(without_scan)),
             without_row=tuple(sorted(scans)),
+        )
+
+    def source(self, join: JoinedSite) -> SiteSource:
+        """Return what the store of a matched site is made of."""
+        times = repetition_times(join)
+        one = {"repetition_time_s": times[0]} if len(times) == 1 else None
+        return SiteSource(
+            site=join.site,
+            subjects=read_subjects(join),
+            n_subjects=len(join.joined),
+            inputs={**self.inputs(), **join.inputs()},
+            description={
+                "source": {
+                    "name": "ABIDE I, Preprocessed Connectomes Project",
+                    "SITE_ID": ABIDE_SITES[join.site],
+                    "derivative": "rois_ho",
+                    "layout": "nilearn.datasets.fetch_abide_pcp",
+                },
+                "preprocessing": ABIDE_PREPROCESSING,
+                "synthetic": False,
+                **(one or {"repetition_times_s": times}),
+                "join": join.describe(),
+            },
         )
 
 

@@ -6,7 +6,7 @@ before hours of work.
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 from data_prep.atlas import Atlas
 from data_prep.errors import SourceError, some_of
 from data_prep.files import file_checksum
-from data_prep.participants import Person, Subject
+from data_prep.participants import JoinedSite, Person, Subject
+from data_prep.preparation import Preparation, SiteSource
 from data_prep.quality import Exclusion
 from data_prep.scans import ENTITY, Scan, find_files, one_a_participant, scan_of
 from data_prep.timeseries import (
@@ -34,6 +35,7 @@ __all__ = [
     "find_fmriprep_scans",
     "find_scans",
     "fmriprep_version",
+    "nifti_source",
     "one_repetition_time",
     "read_nifti_subject",
     "sidecars",
@@ -270,3 +272,52 @@ def fmriprep_version(folder: Path) -> list[dict[str, Any]]:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def nifti_source(
+    join: JoinedSite,
+    scans: Sequence[CheckedScan],
+    regions: Atlas,
+    preparation: Preparation,
+    seconds: float,
+    about: dict[str, Any],
+    inputs: dict[str, Any],
+) -> SiteSource:
+    """Return what the store of checked scans is made of.
+
+    `seconds` is their repetition time, `about` what the store states of the source, `inputs` the
+    checksums of what was read beside scans and atlas.
+    """
+    extraction = preparation.extraction
+    assert extraction is not None
+    made_of = ", ".join(str(about[key]) for key in ("name", "space") if key in about)
+    description: dict[str, Any] = {
+        "source": about,
+        "preprocessing": f"{extraction.title} ({made_of})",
+        "synthetic": False,
+        "atlas_files": regions.describe(),
+        "repetition_time_s": seconds,
+        "join": join.describe(),
+    }
+
+    def subjects() -> Iterator[Subject | Exclusion]:
+        shortest = preparation.rule.shortest(preparation.settings.window)
+        for checked in scans:  # one scan in memory at a time
+            one = read_nifti_subject(checked, join.site, regions, extraction, shortest)
+            if isinstance(one, Subject) and len(one.series) < checked.n_volumes:
+                censored = description.setdefault("censored_volumes", {})
+                censored[one.participant_id] = checked.n_volumes - len(one.series)
+            yield one
+
+    inputs = {
+        **inputs,
+        **{name: sha for checked in scans for name, sha in checked.inputs.items()},
+        **dict([regions.image_file, regions.labels_file]),
+        "label_offset": regions.label_offset,
+        "unlisted_labels": list(regions.unlisted),
+        "repetition_time": seconds,
+        **join.describe(),
+    }
+    return SiteSource(
+        *(join.site, subjects(), len(scans), inputs, description), regions.title, regions.rois
+    )

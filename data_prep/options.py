@@ -11,17 +11,27 @@ import typer
 
 from data_prep.connectome import ConnectomeSettings
 from data_prep.names import check_site_name
+from data_prep.nifti import DEFAULT_SPACE, find_fmriprep_scans, find_scans, fmriprep_version
 from data_prep.participants import JoinedSite, Person, parse_diagnosis_words, read_participants
 from data_prep.preparation import FoldPlan, Preparation, SiteSource, make_site_store
 from data_prep.quality import QualityRule
 from data_prep.report import SiteReport
+from data_prep.scans import Scan
 from data_prep.site_store import SiteStore, default_data_root
 from data_prep.terminal import progress_bar
-from data_prep.timeseries import ExtractionSettings
+from data_prep.timeseries import (
+    CONFOUND_PRESETS,
+    DEFAULT_CONFOUNDS,
+    STANDARDIZATIONS,
+    ExtractionSettings,
+    check_tr,
+    parse_confounds,
+)
 
 __all__ = [
     "Mismatch",
     "ParticipantOptions",
+    "ScanOptions",
     "StoreOptions",
     "check_mismatch",
     "option",
@@ -177,6 +187,82 @@ class ParticipantOptions:
             "diagnosis_column": self.diagnosis_column,
             "diagnosis_words": parse_diagnosis_words(self.diagnosis_word or []),
         }
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """Which scans are read, and how ROI time series are made of them."""
+
+    images: Annotated[
+        str | None,
+        option(
+            "Pattern of the scans, in quotation marks: 'sub-*/func/*_bold.nii.gz'. With "
+            "--fmriprep: inside that folder."
+        ),
+    ] = None
+    fmriprep: Annotated[Path | None, option("fMRIPrep's folder of derivatives, instead.")] = None
+    session: Annotated[str | None, option("Take ses-<this> only.")] = None
+    task: Annotated[str | None, option("Take task-<this> only.")] = None
+    run: Annotated[str | None, option("Take run-<this> only.")] = None
+    space: Annotated[
+        str, option("With --fmriprep: the template space, which must be the atlas's.")
+    ] = DEFAULT_SPACE
+    confounds: Annotated[
+        str | None,
+        option(
+            f"With --fmriprep: none, {', '.join(CONFOUND_PRESETS)}, or components of nilearn's "
+            f"load_confounds. Default: {DEFAULT_CONFOUNDS}."
+        ),
+    ] = None
+    tr: Annotated[
+        float | None, option("Repetition time in seconds, instead of header and JSON sidecar.")
+    ] = None
+    high_pass: Annotated[float, option("Lower cut-off in Hz; 0 for none.")] = 0.01
+    low_pass: Annotated[float, option("Upper cut-off in Hz; 0 for none.")] = 0.1
+    no_detrend: Annotated[bool, option("Leave linear trends in.", "--no-detrend")] = False
+    standardize: Annotated[str, option(f"Scale of the series: {', '.join(STANDARDIZATIONS)}.")] = (
+        "zscore"
+    )
+
+    def extraction(self) -> ExtractionSettings:
+        """Return the settings, or raise a ValueError for options that do not go together."""
+        check_tr(self.tr)
+        confounds = None
+        if self.fmriprep is not None and self.confounds != "none":
+            confounds = parse_confounds(self.confounds or DEFAULT_CONFOUNDS)
+        elif self.fmriprep is None and self.images is None:
+            raise ValueError("name the scans with --images, or fMRIPrep's folder with --fmriprep")
+        elif self.fmriprep is None and self.confounds not in (None, "none"):
+            raise ValueError("--confounds needs --fmriprep: only its tables of confounds are read")
+        return ExtractionSettings(
+            self.high_pass or None,
+            self.low_pass or None,
+            not self.no_detrend,
+            self.standardize,
+            confounds,
+        )
+
+    def find(self, settings: ExtractionSettings) -> list[Scan]:
+        """Find one scan a participant."""
+        wanted = {"ses": self.session, "task": self.task, "run": self.run}
+        if self.fmriprep is None:
+            return find_scans(self.images or "", wanted)
+        return find_fmriprep_scans(
+            self.fmriprep,
+            wanted,
+            space=self.space,
+            pattern=self.images,
+            smoothed_by_aroma=(settings.confounds or {}).get("ica_aroma") == "full",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the site store states of the source."""
+        source: dict[str, Any] = {"name": "NIfTI scans"}
+        if self.fmriprep is not None:
+            version = fmriprep_version(self.fmriprep)
+            source = {"name": "fMRIPrep derivatives", "space": self.space, "generated_by": version}
+        selection = {"session": self.session, "task": self.task, "run": self.run}
+        return {**source, "tr_set_by_user": self.tr is not None, "selection": selection}
 
 
 def check_mismatch(mismatch: str, join: JoinedSite | None = None) -> None:

@@ -6,13 +6,16 @@ import pytest
 from data_prep.abide import (
     ABIDE_SITES,
     DEFAULT_SITES,
+    PHENOTYPIC,
     Abide,
     fetch_abide,
     find_abide,
-    repetition_time,
+    repetition_times,
 )
 from data_prep.errors import SourceError
+from data_prep.participants import JoinedSite
 from data_prep.roi_files import read_subjects
+from data_prep.scans import Scan
 
 
 @pytest.fixture(autouse=True)
@@ -184,11 +187,26 @@ def test_several_folders_are_one(tmp_path, small_abide_class, rng):
     [("NYU", 2.0), ("UCLA_2", 3.0), ("MaxMun_d", 3.0), ("CMU_a", 2.0), ("CMU_b", 1.5)],
 )
 def test_repetition_times_go_by_the_file(tmp_path, name, seconds):
-    assert repetition_time(tmp_path / f"{name}_0050001_rois_ho.1D") == seconds
+    scan = Scan("sub-1", tmp_path / f"{name}_0050001_rois_ho.1D")
+    assert repetition_times(JoinedSite("X", (("person", scan),))) == [seconds]
 
 
 def test_the_20_sites_have_one_name_each():
     assert len(ABIDE_SITES) == len(set(ABIDE_SITES.values())) == 20
+
+
+def test_a_note_in_the_table_takes_nobody_away(small_abide):
+    table = small_abide.folder / PHENOTYPIC
+    header, *rows = table.read_text().splitlines()
+    for note in ("calm\u2028then tired", "\x0b", '"calm, then tired"'):
+        text = "\n".join([f"{header},NOTE", f"{rows[0]},{note}", *(f"{row}," for row in rows[1:])])
+        table.write_text(text, encoding="utf-8")
+        assert len(abide_of(small_abide, write=False).join("NYU").joined) == 6
+    table.write_text(text.replace('tired"', "tired"), encoding="utf-8")
+    with pytest.raises(
+        SourceError, match=r'preprocessed1.csv, line 2: a quotation mark \("\) is op'
+    ):
+        _ = abide_of(small_abide, write=False).rows
 
 
 # ------------------------------------------------------------------------------------- real ABIDE

@@ -22,10 +22,10 @@ from nvflare.lighter.utils import (
 )
 
 from data_prep.connectome import correlation_connectomes
-from data_prep.site_store import Participant, read_site_store, write_site_store
+from data_prep.site_store import Participant, write_site_store
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import run_report, site_report
-from fedbn.federation.simulation import federate
+from fedbn.federation.simulation import federate, read_sites
 from fedbn.federation.site_state import (
     SHARED_WEIGHTS,
     SiteState,
@@ -170,7 +170,7 @@ class FinishedRun:
 
     def export(self, site, out):
         kept = find_kept_model(self.workspace, site)
-        facts = site_facts(kept, self.workspace, read_site_store(self.data / site))
+        facts = site_facts(kept, self.workspace, self.experiment.task.read(self.data / site, site))
         return export_bundle(kept, facts, out)[0]
 
     def write_series(self, path, subject, *, order=None, rois=None, keep=None, separator=" "):
@@ -240,8 +240,14 @@ def finished_run(tmp_path_factory):
         compare_with_alone=False,
     )
     series = {s: write_series_store(root / "data" / s, s, rng) for s in experiment.sites}
-    stores = {site: read_site_store(root / "data" / site) for site in experiment.sites}
-    federation = federate(experiment, stores)
+    return FinishedRun(
+        root / "workspace", root / "data", experiment, series, keep(root, experiment)
+    )
+
+
+def keep(root, experiment):
+    """Run an experiment on the data in a folder, and keep what FLARE would; return the results."""
+    federation = federate(experiment, read_sites(root / "data", experiment))
     reports = {}
     for number, name in enumerate(experiment.sites, start=1):
         site = federation.load(name)
@@ -264,10 +270,21 @@ def finished_run(tmp_path_factory):
     results = run_report(experiment, reports, [], federation.shared, job="a_job")
     write_json(server / "results.json", results)
     facts = {"job": "a_job", "network": experiment.network.model_dump(), "policy": "fedbn"}
+    facts["experiment"] = experiment.model_dump(mode="json")
     save_checkpoint(
         server / "app_server" / "FL_global_model.pt", SHARED_WEIGHTS, federation.shared, facts
     )
-    return FinishedRun(root / "workspace", root / "data", experiment, series, results)
+    return results
+
+
+@pytest.fixture(scope="session")
+def keep_run():
+    def run(root, experiment):
+        return FinishedRun(
+            root / "workspace", root / "data", experiment, {}, keep(root, experiment)
+        )
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from fedbn.core.training import TrainingSettings
 from fedbn.federation.installation import check_version, is_specifier
 from fedbn.federation.settings_file import fault, read_json
 from fedbn.tasks.base import Task
-from fedbn.tasks.registry import make_task
+from fedbn.tasks.registry import TASK_0_1, make_task
 
 EXPERIMENT_FILE = "experiment.json"
 
@@ -260,7 +260,7 @@ class Experiment(_Settings):
             return content
         content = dict(content)
         if "task" not in content:
-            content = _VERSION_0_1 | content | {"task": {"name": "connectome"}}
+            content = _VERSION_0_1 | content | {"task": dict(TASK_0_1)}
             for field, defaults in (("network", _NETWORK_0_1), ("training", _TRAINING_0_1)):
                 if isinstance(content[field], dict):
                     content[field] = defaults | content[field]

@@ -388,6 +388,7 @@ class Site:
             is learned, and what its samples must be.
         """
         names = [*self.partition.shared, *self.partition.local]
+        first = next(iter(self.test.batches(1))).inputs
         fitted = {f"{FITTED}{name}": value for name, value in self.preparation.fitted.items()}
         facts = {
             "task": self.task.model_dump(),
@@ -395,7 +396,7 @@ class Site:
             "policy": self.experiment.policy,
             "local entries": list(self.partition.local),
             "signature": self.data.signature(),
-            "sample shape": list(next(iter(self.test.batches(1))).inputs.shape[1:]),
+            "sample shape": list(first.shape[1:]) if isinstance(first, torch.Tensor) else None,
         }
         return entries(self.network, names) | fitted, facts
 

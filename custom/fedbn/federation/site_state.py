@@ -23,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from fedbn.core.normalization import bits
 from fedbn.tasks.base import Scores
 
 if sys.platform != "win32":
@@ -108,7 +109,7 @@ def save_checkpoint(
         name: tensor.detach().to("cpu").as_subclass(torch.Tensor).contiguous().clone()
         for name, tensor in tensors.items()
     }
-    facts = json.dumps(meta, sort_keys=True, allow_nan=False)
+    facts = json.dumps(meta, allow_nan=False)  # in the order given: of classes it has a meaning
     content = {
         "format": FORMAT,
         "kind": kind,
@@ -258,7 +259,7 @@ class SiteState:
             If a value is not finite (the older file stays), or the file cannot be written.
         """
         for name, tensor in entries.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not bool(torch.isfinite(tensor).all()):
                 raise SiteStateError(
                     f"site {self.site!r}: local entry {name!r} is not finite after round "
                     f"{round_number}; the entries of the round before are kept"
@@ -399,10 +400,9 @@ def _is_dense(tensor: object) -> bool:
 def _digest(kind: str, facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(f"{FORMAT}\n{kind}\n{facts}\n".encode())
     for name in sorted(tensors, key=str):
-        tensor = tensors[name].detach().to("cpu").contiguous()
+        tensor = tensors[name]
         digest.update(f"{name}\n{tuple(tensor.shape)}\n{tensor.dtype}\n".encode())
-        if tensor.numel():  # an empty tensor can have strides that do not allow the view
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bits(tensor))
     return digest.hexdigest()
 
 

@@ -42,9 +42,8 @@ from fedbn.federation.site_settings import (
     SiteSettingsError,
     read_site_settings,
 )
-from fedbn.models.site_model import TASK_0_1
 from fedbn.tasks.data import DataError, SiteData, default_data_root
-from fedbn.tasks.registry import make_task
+from fedbn.tasks.registry import TASK_0_1, make_task
 
 if TYPE_CHECKING:
     from fedbn.flare.startup_kit import Server, StartupKit

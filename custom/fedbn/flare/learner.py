@@ -380,7 +380,8 @@ class FedBNLearner(ModelLearner):
                 "here before"
             )
         check_not_stale(state.site, kept, accepted)
-        result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
+        shared = to_tensors(model.params, site.network.state_dict())
+        result = site.train_round(shared, local, number, self._on_epoch)
         state.save_local(result.local, number)
         scored = {BEFORE_TRAINING: result.before, AFTER_TRAINING: result.after}
         state.save_scores(
@@ -416,7 +417,7 @@ class FedBNLearner(ModelLearner):
         site, state = self._load_site(), self._load_state()
         local, kept = state.load_local()
         check_not_stale(state.site, kept, accepted)
-        shared = to_tensors(model.params)
+        shared = to_tensors(model.params, site.network.state_dict())
         final = site.evaluate(shared, local)
         experiment = self._load_experiment()
         state.save_model(*site.complete_model())
@@ -438,7 +439,8 @@ class FedBNLearner(ModelLearner):
         """Score weights that some other workflow sent, with the site's own batch norm."""
         site, state = self._load_site(), self._load_state()
         local, _ = state.load_local()
-        return FLModel(metrics=site.task.follow(site.evaluate(to_tensors(model.params), local)))
+        shared = to_tensors(model.params, site.network.state_dict())
+        return FLModel(metrics=site.task.follow(site.evaluate(shared, local)))
 
     def _on_epoch(self, epoch: int, loss: float) -> None:
         if self.is_aborted():

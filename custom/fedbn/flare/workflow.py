@@ -337,7 +337,7 @@ class FedBNWorkflow(ModelController):
         if self.abort_signal.triggered:
             return
         self._keep_affine(affine)
-        shared: dict[str, torch.Tensor] = to_tensors(model.params)
+        shared = self._tensors(model)
         reports, failed = {}, {}
         for client, answer in sorted(answers.items()):
             site = self.site_of_client[client]
@@ -389,6 +389,10 @@ class FedBNWorkflow(ModelController):
         if "reason" in outcome:
             raise RunFailedError(outcome["reason"])
 
+    def _tensors(self, model: FLModel) -> dict[str, torch.Tensor]:
+        assert isinstance(self.persistor, SharedModelPersistor)
+        return to_tensors(model.params, self.persistor.server(self.fl_ctx).state())
+
     def _keep_affine(self, affine: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Save what hospitals that join later start from, beside the global model."""
         if not new_sites.has_affine(self.experiment):
@@ -416,7 +420,7 @@ class FedBNWorkflow(ModelController):
             self.experiment,
             {},
             self.rounds,
-            to_tensors(self.model.params),
+            self._tensors(self.model),
             job=self.fl_ctx.get_job_id(),
             transport="NVFlare",
             not_scored={},

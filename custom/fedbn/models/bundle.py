@@ -43,10 +43,10 @@ from fedbn.models.bundle_metadata import (
     metadata_schema,
     readme,
 )
-from fedbn.models.site_model import SHARED_FILE, TASK_0_1, BundleError, KeptModel, SiteFacts
+from fedbn.models.site_model import SHARED_FILE, BundleError, KeptModel, SiteFacts
 from fedbn.tasks.base import Task
 from fedbn.tasks.bundling import Bundling, TrainedOn, bundling_of
-from fedbn.tasks.registry import make_task
+from fedbn.tasks.registry import TASK_0_1, make_task
 
 TOLERANCE = 1e-5
 """How far the logits of a bundle's files may be from those of the model that the site kept."""
@@ -200,6 +200,11 @@ def _check_files(folder: Path, kept: KeptModel, compiled: bool) -> None:
     x = bundling_of(kept.task).example(kept.model, kept.shape, n, seed=0)
     with torch.no_grad():
         expected = kept.model(x)
+    if expected.dtype != torch.float32:
+        raise BundleError(
+            f"site {kept.site!r}: network {kept.network['name']!r} gives {expected.dtype}, and "
+            "MONAI's tools take float32; let its forward pass end in .float()"
+        )
     with _monai_quiet() as bundle:
         parser = bundle.ConfigParser()
         parser.read_config(str(folder / INFERENCE))

@@ -61,8 +61,7 @@ MIN_WILLING_SITES = 2
 
 MIN_SUBJECTS, ENOUGH_SUBJECTS = 2, 8
 MEASURED = (
-    "measured on connectomes of ABIDE: accuracy 56 % from one subject, 63 from 2, 66 from 4, 67 "
-    "from 8, 68 from 16"
+    "measured on ABIDE: accuracy 56 % from one subject, 63 from 2, 66 from 4, 67 from 8, 68 from 16"
 )
 """What a model is worth that is adapted to few subjects."""
 

@@ -64,7 +64,10 @@ class Prediction:
 
 
 def predict(bundle: Bundle, case: Case) -> Prediction:
-    """Score one case, say what spoke for it, and compare it with the training data."""
+    """Score one case, say what spoke for it, and compare it with the training data.
+
+    Where it cannot be said what spoke for it, that is a warning: the score stands without.
+    """
     found = distances(bundle.task, bundle.model, case.samples)
     means = {name: float(values.mean()) for name, values in found.items()}
     reference = bundle.facts["distances"]
@@ -76,12 +79,17 @@ def predict(bundle: Bundle, case: Case) -> Prediction:
         f"{reference[name][1]:.2f})"
         for name in far or ()
     ]
+    explanation = None
+    try:
+        explanation = bundle.side.explain(bundle.model, case)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        warnings.append(f"what spoke for it is not known: {error}")
     return Prediction(
         case=dataclasses.replace(case, warnings=(*case.warnings, *warnings)),
         scores=bundle.task.score(bundle.model, case.samples),
         distances=means,
         far=far,
-        explanation=bundle.side.explain(bundle.model, case),
+        explanation=explanation,
     )
 
 

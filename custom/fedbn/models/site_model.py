@@ -40,15 +40,12 @@ from fedbn.tasks.base import Task
 from fedbn.tasks.bundling import bundling_of
 from fedbn.tasks.classification import OWN_THRESHOLD, unit_means
 from fedbn.tasks.data import DataError, Index, SiteData
-from fedbn.tasks.registry import make_task
+from fedbn.tasks.registry import TASK_0_1, make_task
 
 SHARED_FILE = "FL_global_model.pt"
 """Name of the server's file with the shared weights."""
 
 NOTICE = "Research software, not a medical device: no diagnosis or treatment may rest on it."
-
-TASK_0_1 = {"name": "connectome"}
-"""What a model without a task has learned: version 0.1 knew one."""
 
 
 class BundleError(ValueError):

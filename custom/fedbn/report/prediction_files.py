@@ -93,7 +93,8 @@ def write_predictions(
         with atomic_file(out / f"{name}_connections.png", private=True) as file:
             file.write(prediction_picture(bundle, one))
         on_picture()
-    return [*tables, f"{len(drawn)} picture{'' if len(drawn) == 1 else 's'}"]
+    n = len(drawn)
+    return [*tables, *([f"{n} picture{'' if n == 1 else 's'}"] if n else [])]
 
 
 def prediction_row(bundle: Bundle, prediction: Prediction) -> dict[str, Any]:

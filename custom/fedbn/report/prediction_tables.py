@@ -72,7 +72,7 @@ def prediction_lines(bundle: Bundle, predictions: Sequence[Prediction]) -> list[
         one.case.in_training is None and one.case.target is not None for one in predictions
     )
     if trained:
-        lines.append(f"{trained} {word}s are of subjects that the model was trained on")
+        lines.append(f"the model was trained on the subjects of {trained} {word}s")
     if unknown:
         lines.append(f"of {unknown} subjects it is not known whether the model was trained on them")
     if bundle.facts.get("adaptation"):

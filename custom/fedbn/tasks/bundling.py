@@ -243,7 +243,7 @@ class Bundling:
 
     def of_data(self, trained_on: TrainedOn, place: Path, trained: Trained) -> Iterator[Case]:
         """Read the units of one site's data."""
-        data = self.read(trained_on, place)
+        data = self.task.read(place, place.stem, verify=True)
         signature = json.loads(json.dumps(data.signature()))
         if differences := self.task.differences(trained_on.signature, signature):
             raise PredictionError(
@@ -259,10 +259,6 @@ class Bundling:
                 None if in_training is None else bool(in_training[k]),
                 **self.unit_facts(trained_on, data, k),
             )
-
-    def read(self, trained_on: TrainedOn, place: Path) -> SiteData:
-        """Read one site's data; whose they are, they say themselves or by the name of the place."""
-        return self.task.read(place, place.stem, verify=True)
 
     def unit_facts(self, trained_on: TrainedOn, data: SiteData, unit: int) -> dict[str, Any]:
         """Return what a unit's case has besides: its facts, parts and warnings."""
@@ -280,6 +276,8 @@ class Bundling:
 class StandardizedBundling(Bundling):
     """For a task that fits ``mean`` and ``std`` of each feature, float32 (n_features,).
 
+    What else it fits are buffers of `module`.
+
     Besides that of batch norm there are two distances. ``"features"``: the mean squared z-score
     under the site's mean and standard deviation (over all training samples it is 1).
     ``"pattern"``: 1 minus Pearson's correlation of a sample with the site's mean, 0 to 2; features
@@ -293,37 +291,39 @@ class StandardizedBundling(Bundling):
         "pattern": "1 - r with the site's mean sample",
     }
 
+    module: ClassVar[type[SiteNetwork]] = SiteNetwork
+
     def wrap(self, network: nn.Module, fitted: Mapping[str, torch.Tensor]) -> SiteNetwork:
         """Put the standardisation before a network, as a layer."""
-        model = SiteNetwork(network, len(fitted["mean"]))
-        with torch.no_grad():
-            model.mean.copy_(fitted["mean"])
-            model.std.copy_(fitted["std"])
+        model = self.module(network, len(fitted["mean"]))
+        for name, buffer in model.named_buffers(recurse=False):
+            buffer.copy_(fitted[name])
         return model
 
     def fitted_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return mean and standard deviation."""
-        return {name: weights[name] for name in ("mean", "std")}
+        """Return mean, standard deviation and what else was fitted."""
+        own = self.module(nn.Identity(), 1).state_dict()
+        return {name: weights[name] for name in own}
 
     def target(self, model: nn.Module, network: dict[str, Any]) -> dict[str, Any]:
-        """Return how MONAI's configuration builds the model: a :class:`SiteNetwork` or its kind."""
-        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        """Return how MONAI's configuration builds a :class:`SiteNetwork`."""
+        name = f"{self.module.__module__}.{self.module.__qualname__}"
         return {"_target_": name, "network": network, "n_features": self.shape(model, None)[0]}
 
     def shape(self, model: nn.Module, recorded: Sequence[int] | None) -> tuple[int, ...]:
         """Return the shape of the mean."""
-        return tuple(_of_site(model).mean.shape)
+        return tuple(of_site(model).mean.shape)
 
     def example(self, model: nn.Module, shape: Sequence[int], n: int, seed: int) -> torch.Tensor:
         """Return normal samples with the site's mean and standard deviation."""
-        return _of_site(model).mean + _of_site(model).std * super().example(model, shape, n, seed)
+        return of_site(model).mean + of_site(model).std * super().example(model, shape, n, seed)
 
     def distances(self, model: nn.Module, inputs: Any) -> dict[str, np.ndarray]:
         """Return ``"features"`` and ``"pattern"``."""
-        site = _of_site(model)
+        site = of_site(model)
         found = {"features": (site.standardize(inputs).double() ** 2).mean(dim=1).numpy()}
         pattern = site.mean.double() - site.mean.double().mean()
-        if bool(pattern.any()):
+        if "pattern" in self.distances_mean and bool(pattern.any()):
             # A sample without any variation has no pattern: its correlation counts as 0.
             centred = inputs.double() - inputs.double().mean(dim=1, keepdim=True)
             unlike = 1 - torch.cosine_similarity(centred, pattern[None])
@@ -331,7 +331,8 @@ class StandardizedBundling(Bundling):
         return found
 
 
-def _of_site(model: nn.Module) -> SiteNetwork:
+def of_site(model: nn.Module) -> SiteNetwork:
+    """Return a wrapped network as what it is."""
     assert isinstance(model, SiteNetwork)
     return model
 

@@ -19,6 +19,9 @@ TASKS = {
 }
 """Names of the tasks that come with fedbn, to their classes."""
 
+TASK_0_1 = {"name": "connectome"}
+"""What is meant where no task is stated: version 0.1 knew one."""
+
 
 class TaskError(ValueError):
     """A task that does not exist here or may not be used; one sentence."""

@@ -39,22 +39,20 @@ class SiteNetwork(nn.Module):
         return (x - self.mean) / self.std
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's output for raw samples (n, n_features) float32."""
+        """Return the network's output, float32, for raw samples (n, n_features) float32."""
         output: torch.Tensor = self.network((x - self.mean) / self.std)
-        return output
+        return output.float()
 
 
 class TableNetwork(SiteNetwork):
-    """A network behind a site's rule for missing cells, and its standardisation.
+    """The same for rows of a table, whose missing cells are NaN.
+
+    A feature with a standard deviation of 0 is 0.
 
     Attributes
     ----------
     fill : torch.Tensor
-        Buffer, float32, (n_features,): what stands for a missing feature (NaN).
-
-    Notes
-    -----
-    A feature whose `std` is 0 is 0 for every sample.
+        Buffer, float32, (n_features,): what stands for a missing cell.
     """
 
     if TYPE_CHECKING:
@@ -65,21 +63,21 @@ class TableNetwork(SiteNetwork):
         self.register_buffer("fill", torch.zeros(n_features))
 
     def standardize(self, x: torch.Tensor) -> torch.Tensor:
-        """Return filled z-scores of rows with NaN for missing features, same shape."""
+        """Return z-scores of raw rows, missing cells filled, same shape."""
         return standardized_rows(x, self.fill, self.mean, self.std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's output for rows (n, n_features) float32, NaN where missing."""
+        """Return the network's output, float32, for raw rows, NaN where a cell is missing."""
         output: torch.Tensor = self.network(standardized_rows(x, self.fill, self.mean, self.std))
-        return output
+        return output.float()
 
 
 def standardized_rows(
     x: torch.Tensor, fill: torch.Tensor, mean: torch.Tensor, std: torch.Tensor
 ) -> torch.Tensor:
-    """Fill missing features (NaN) and z-score; where `std` is 0 a feature is 0.
+    """Fill missing cells (NaN) and z-score; a feature with a standard deviation of 0 is 0.
 
-    All float32: `x` (n, n_features), the others (n_features,).
+    All float32: `x` is (n, n_features), the others (n_features,).
     """
-    filled = torch.where(torch.isnan(x), fill, x)
-    return torch.where(std > 0, (filled - mean) / std, torch.zeros_like(filled))
+    z = (torch.where(torch.isnan(x), fill, x) - mean) / std
+    return torch.where(std > 0, z, torch.zeros_like(z))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from fedbn.core.batches import TensorSamples
 from fedbn.tasks.classification import ClassificationTask
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
 from fedbn.tasks.site_network import standardized_rows
-
-if TYPE_CHECKING:
-    from fedbn.tasks.tabular_bundling import TabularBundling
 
 Cell = Annotated[str, BeforeValidator(lambda v: plain(str(v)) if isinstance(v, int | str) else v)]
 """What a category's cell holds; a job may write a number for it."""
@@ -140,6 +137,12 @@ class TabularTask(ClassificationTask):
         _table(data).require_classes()
         return super().split(data, settings)
 
+    def bundling(self) -> Any:
+        """Return how models of tables are packed and asked."""
+        from fedbn.tasks.tabular_prediction import TabularBundling
+
+        return TabularBundling(self)
+
     def fit(self, data: SiteData, train: Index) -> dict[str, torch.Tensor]:
         """Return ``fill``, ``mean`` and ``std`` of each feature, float32 (n_features,).
 
@@ -175,7 +178,7 @@ class TabularTask(ClassificationTask):
     ) -> TensorSamples:
         """Return the rows of some patients, filled and standardised, (n, n_features) float32.
 
-        With nothing fitted they are as they are, NaN where missing.
+        With nothing fitted a missing cell is NaN.
         """
         store = _table(data)
         rows = np.flatnonzero(np.isin(store.owners, units))
@@ -201,12 +204,6 @@ class TabularTask(ClassificationTask):
         """Name the columns that the site has not."""
         absent = facts.get("columns_without_values")
         return [f"columns without values: {', '.join(absent)}"] if absent else []
-
-    def bundling(self) -> TabularBundling:
-        """Return how complete models are packed and asked."""
-        from fedbn.tasks.tabular_bundling import TabularBundling
-
-        return TabularBundling(self)
 
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -178,6 +180,51 @@ def test_an_older_bundle_stays_if_the_new_one_cannot_be_written(finished_run, da
     with pytest.raises(FileError, match=r"stays as it was \(No space left on device\); free some"):
         exported(finished_run, "UM", damaged)
     assert read_bundle(damaged).site == "NYU"
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from fedbn.__main__ import app
+app()
+"""
+
+
+@pytest.mark.parametrize("full_at", ["models/model.pt", "models/model.ts", "configs/metadata.json"])
+def test_a_full_disk_is_one_sentence_and_nothing_is_left(finished_run, bundles, tmp_path, full_at):
+    """PyTorch ends the process where its own file cannot be written."""
+    size = (bundles["NYU"] / full_at).stat().st_size
+    words = ["export", "--run", finished_run.workspace, "--site", "NYU", "--out", tmp_path / "b"]
+    words += ["--data", finished_run.data]
+    command = [sys.executable, "-c", FULL_DISK, str(size - 1), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"fedbn: {tmp_path / 'b'} is not written and stays as it was (File too large); free some "
+        "space, or name another place"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_followed_and_stay_links(finished_run, tmp_path):
+    """A link to nothing, to an empty folder and to an older bundle."""
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    for prepare in (lambda: None, lambda: shutil.rmtree(target) or target.mkdir(), lambda: None):
+        prepare()
+        exported(finished_run, "NYU", link)
+        assert link.is_symlink()
+        assert read_bundle(target).site == "NYU"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+    (target / "thesis.txt").write_text("")
+    with pytest.raises(BundleError, match=r"link also holds thesis\.txt"):
+        exported(finished_run, "NYU", link)
+
+
+def test_a_bundle_is_for_its_user_alone(bundles):
+    """It holds the site's own batch norm."""
+    assert {path.stat().st_mode & 0o077 for path in bundles["NYU"].rglob("*")} == {0}
 
 
 @pytest.mark.parametrize("value", ["$__import__('os')", "@bundle_root", "%file.json#x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 
@@ -296,6 +297,97 @@ def test_the_model_can_be_exported_and_asked_as_a_sites_own(
     raw = TensorSamples(torch.from_numpy(np.array(new_store.connectomes)), site.test.targets)
     expected = predict(site.network, site.test)[0]
     assert np.allclose(predict(kept.model, raw)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "code", "warned"), [(1, 1, 0), (2, 0, 1), (7, 0, 1), (8, 0, 0)])
+def test_subjects_are_counted_and_few_are_refused_or_warned_of(
+    run_folder, gammas, write_store, tmp_path, n, code, warned
+):
+    """A subject has three samples here, which resemble each other: they are no three subjects."""
+    write_store(tmp_path / "few", "UCLA", n_subjects=n)
+    out = tmp_path / "out"
+    folder = run_folder(affine=gammas)
+    done = invoke("adapt", "--run", folder, "--data", tmp_path / "few", "--out", out)
+    assert done.exit_code == code, done.output
+    assert done.stderr.count("accuracy 56 % from one subject, 63 from 2") == warned + code
+    if code:
+        assert "has 1 subject, too few to adapt to: give at least 2" in done.stderr
+        assert not out.exists()
+    else:
+        assert f"of all {n} subjects here ({3 * n} samples), no label" in done.stdout
+        report = json.loads((out / REPORT_FILE).read_text())
+        assert len(report["warnings"]) == warned
+
+
+def test_the_bundle_of_an_adapted_model_says_from_what_and_that_nobody_was_trained_on(
+    run_folder, gammas, new_store, tmp_path, data_root
+):
+    adapt(read_run(run_folder(affine=gammas)), new_store, tmp_path / "out", start="fedbn_affine",
+          why="")  # fmt: skip
+    above = new_store.path.parent
+    done = invoke("export", "--run", tmp_path / "out", "--site", "UCLA", "--data", above,
+                  "--out", tmp_path / "b")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    said = "nobody at UCLA was trained on"
+    assert said in done.stdout
+    facts = json.loads((tmp_path / "b" / "configs" / "metadata.json").read_text())["fedbn"]
+    assert facts["adaptation"]["start"] == "fedbn_affine"
+    assert facts["training"] == {"n_adaptation_subjects": 14}
+    assert set(facts["distances"]) == {"features", "batch_norm", "pattern"}
+    assert facts["scores"] is None
+    assert said in (tmp_path / "b" / "docs" / "README.md").read_text()
+    done = invoke("predict", "--model", tmp_path / "b", "--input", new_store.path,
+                  data_root / "NYU", "--pictures", 0, "--out", tmp_path / "p")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "The model was made for UCLA: nobody there was trained on." in done.stdout
+    assert "what spoke for it is not known: the attributions of" in done.stdout, "an extreme model"
+    assert "of 20 subjects it is not known whether" in done.stdout, "NYU's took part in the run"
+    rows = list(csv.DictReader((tmp_path / "p" / "predictions.tsv").open(), delimiter="\t"))
+    assert {row["in_training"] for row in rows if "UCLA" in row["scan"]} == {"no"}
+    assert all(said in row["model"] for row in rows)
+
+
+def test_an_adapted_model_of_version_0_1_says_it_too(run_folder, new_store, tmp_path):
+    """That version kept it beside the model alone."""
+    out = tmp_path / "out"
+    adapt(read_run(run_folder("none")), new_store, out, start="fedavg", why="")
+    tensors, meta = load_checkpoint(out / "model.pt", COMPLETE_MODEL)
+    del meta["facts"]["adaptation"]
+    save_checkpoint(out / "model.pt", COMPLETE_MODEL, tensors, meta)
+    assert find_kept_model(out, "UCLA").adaptation["start"] == "fedavg"
+    report = json.loads((out / REPORT_FILE).read_text())
+    (out / REPORT_FILE).write_text(json.dumps({**report, "job": "another"}))
+    assert find_kept_model(out, "UCLA").adaptation is None
+
+
+def test_an_adapted_model_is_exported_with_the_data_that_it_was_adapted_to(
+    run_folder, new_store, tmp_path, write_store
+):
+    adapt(read_run(run_folder("none")), new_store, tmp_path / "out", start="fedavg", why="")
+    write_store(tmp_path / "other", "UCLA", n_subjects=12)
+    arguments = ("export", "--run", tmp_path / "out", "--site", "UCLA", "--out", tmp_path / "b")
+    done = invoke(*arguments, "--data", tmp_path / "other")
+    assert done.exit_code == 1
+    assert "is not the one that its model was adapted to" in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_adapt_and_export_take_a_store_and_the_folder_above(
+    run_folder, gammas, new_store, tmp_path, write_store
+):
+    folder = run_folder(affine=gammas)
+    for k, data in enumerate((new_store.path, new_store.path.parent)):
+        out = tmp_path / f"out{k}"
+        done = invoke("adapt", "--run", folder, "--data", data, "--out", out)
+        assert done.exit_code == 0, done.output
+        done = invoke("export", "--run", out, "--site", "UCLA", "--data", data,
+                      "--out", tmp_path / f"b{k}")  # fmt: skip
+        assert done.exit_code == 0, done.output
+        assert "exported without" not in done.output
+    write_store(new_store.path.parent / "KKI", "KKI", n_subjects=8)
+    done = invoke("adapt", "--run", folder, "--data", data, "--out", tmp_path / "both")
+    assert done.exit_code == 1
+    assert "holds the data of 2 sites (KKI, UCLA); name one site's" in done.stderr
 
 
 def test_labels_play_no_part(run_folder, gammas, new_store, tmp_path, write_store):

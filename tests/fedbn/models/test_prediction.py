@@ -168,6 +168,36 @@ def test_other_regions_are_refused(finished_run, bundle, tmp_path, rois, sentenc
         of_files(bundle, path)
 
 
+HEADER = ",".join(str(10 + k) for k in range(8))
+NUMBERS = [f"{k}.5,2,3,4,5,6,7,{k * k}" for k in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "sentence"),
+    [
+        (HEADER, ",2,3,4,5,6,7,8", "line 22: the column '10' is empty"),
+        (HEADER, "1,2,3,,5,6,7,8", "line 22: the column '13' is empty"),
+        (HEADER, '1,2,3,"",5,6,7,8', "line 22: the column '13' is empty"),
+        (HEADER, "1,2,3, ,5,6,7,8", "line 22: the column '13' is empty"),
+        (HEADER, "1,2,3,n/a,5,6,7,8", "line 22: the column '13' holds 'n/a', no number"),
+        (HEADER, "1,2,3,NA,5,6,7,8", "line 22: the column '13' holds 'NA', no number"),
+        (HEADER, "1,2,3,5,6,7,8", "line 22 has 7 of 8 values"),
+        (HEADER, "20,1,2,3,,5,6,7,8", "line 22 has 9 of 8 values"),
+        (f",{HEADER}", "20,1,2,3,4,5,6,7,8", "column 1 has no name"),
+    ],
+    ids=["first", "a gap", "quoted", "a blank", "n/a", "NA", "too few", "a row name", "header"],
+)
+def test_a_table_with_a_gap_is_refused_by_row_and_column(folder, tmp_path, header, line, sentence):
+    """As R writes it (row names, ``na = ""``), and what else leaves a gap: nothing shifts."""
+    for name, mark in (("a.csv", ","), ("a.tsv", "\t")):
+        lines = [header, *NUMBERS[:20], line, *NUMBERS[20:]]
+        (tmp_path / name).write_text("\n".join(lines).replace(",", mark) + "\n")
+        done = run("predict", "--model", folder, "--input", tmp_path / name)
+        assert done.exit_code == 1
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_a_scan_shorter_than_the_window_is_refused(finished_run, bundle, tmp_path):
     path = finished_run.write_series(tmp_path / "a.1D", "sub-NY04", keep=19)
     with pytest.raises(

@@ -35,10 +35,10 @@ from fedbn.tasks.bundling import (
     Trained,
     TrainedOn,
     class_names,
+    of_site,
 )
 from fedbn.tasks.connectome.attribution import integrated_gradients
 from fedbn.tasks.data import Index, SiteData
-from fedbn.tasks.site_network import SiteNetwork
 
 N_CONNECTIONS = 20
 """Connections of a subject that are listed."""
@@ -193,11 +193,11 @@ class ConnectomeBundling(StandardizedBundling):
 
     def explain(self, model: nn.Module, case: Case) -> Connections:
         """Attribute a scan's score to its connections, by integrated gradients."""
-        assert isinstance(model, SiteNetwork)
         assert isinstance(case.samples, TensorSamples)
+        site = of_site(model)
         with torch.no_grad():
-            standardized = model.standardize(case.samples.inputs)
-        found = integrated_gradients(model.network, standardized)
+            standardized = site.standardize(case.samples.inputs)
+        found = integrated_gradients(site.network, standardized)
         return Connections(
             found.values.mean(axis=0), float(found.log_odds.mean()), found.baseline_log_odds
         )
