@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo abide test lint benchmarks clean path-without-blank
+.PHONY: help install demo abide heart test lint benchmarks clean path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
 	@echo "make abide SOURCE=<folder>  the same on ABIDE I (without SOURCE it is downloaded)"
+	@echo "make heart SOURCE=<folder>  heart disease at four hospitals, from UCI's processed.*.data files"
 	@echo "make test                   install, run all tests"
 	@echo "make lint                   ruff and mypy"
 	@echo "make benchmarks             print the ratios that the README shows"
@@ -43,6 +44,12 @@ abide: path-without-blank $(READY)
 		--window 32 --stride $(STRIDE) --negative zero --same-length
 	$(BIN)/nvflare simulator $(JOB) -n 4 -t 4 -w $(RUNS)/abide/workspace
 	@$(BIN)/fedbn results $(RUNS)/abide/workspace
+
+heart: path-without-blank $(READY)
+	$(if $(SOURCE),,@echo "fedbn: make heart SOURCE=<folder of UCI's processed.*.data files>" >&2; exit 1)
+	$(BIN)/python -m data_prep heart --source "$(SOURCE)"
+	$(BIN)/nvflare simulator jobs/heart_fedbn -n 4 -t 4 -w $(RUNS)/heart/workspace
+	@$(BIN)/fedbn results $(RUNS)/heart/workspace
 
 test: $(READY)
 	$(BIN)/python -m pytest

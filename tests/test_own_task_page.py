@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
+from own_task import PLACE, REFUSED, WAYS, allow, block, fresh, imported, install, write_signals
 from typer.testing import CliRunner
 
 from fedbn.__main__ import app
@@ -17,65 +15,20 @@ from fedbn.federation.experiment import ExperimentError, read_experiment, valida
 from fedbn.federation.site_settings import read_site_settings
 from fedbn.tasks.registry import TASKS, TaskError, make_task
 
-PAGE = (Path(__file__).parents[1] / "docs" / "own_task.md").read_text()
-PLACE = "our_tasks.signals:SignalTask"
-REFUSED = f"task 'signals' is a class that is not allowed here: {PLACE} must be listed"
 
-
-def block(language):
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return found
+@pytest.fixture
+def site_packages(tmp_path, monkeypatch):
+    with fresh(tmp_path / "site-packages", monkeypatch):
+        yield tmp_path / "site-packages"
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """The page's package, as pip would install it, not imported yet."""
-    site_packages = tmp_path / "site-packages"
-
-    def install(name="our_tasks", place=PLACE, code=None):
-        package = site_packages / name
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "signals.py").write_text(code or block("python"))
-        info = site_packages / f"{name}-0.1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-        (info / "entry_points.txt").write_text(f"[fedbn.tasks]\nsignals = {place}\n")
-        importlib.invalidate_caches()
-
-    def forget():
-        for name in [name for name in sys.modules if name.partition(".")[0] == "our_tasks"]:
-            del sys.modules[name]
-
-    forget()
-    monkeypatch.syspath_prepend(site_packages)
-    monkeypatch.delenv("FEDBN_ALLOW_TASKS", raising=False)
-    yield install
-    forget()
-
-
-@pytest.fixture
-def job(tmp_path, installed):
-    installed()
+def job(tmp_path, site_packages):
+    install(site_packages)
     folder = tmp_path / "job" / "app" / "config"
     folder.mkdir(parents=True)
     (folder / "experiment.json").write_text(block("json"))
     return tmp_path / "job"
-
-
-@pytest.fixture
-def signals(tmp_path):
-    """Two channels of noise, louder in those who are ill; each site has its own gain."""
-    rng = np.random.default_rng(0)
-    for site, gain in (("North", 1.0), ("South", 3.0)):
-        classes = np.array(["healthy", "ill"] * 12)
-        noise = rng.standard_normal((24, 2, 32)) * gain
-        noise[classes == "ill"] *= 2.5
-        folder = tmp_path / "data" / site
-        folder.mkdir(parents=True)
-        ids = np.array([f"{site} patient {k}" for k in range(24)])
-        np.savez(folder / "signals.npz", ids=ids, classes=classes, signals=noise)
-    return tmp_path / "data"
 
 
 def command(*arguments):
@@ -91,21 +44,14 @@ def test_the_package_names_the_class_that_the_page_shows():
     assert stated["name"] == PLACE.partition(".")[0]
 
 
-def test_a_run_and_a_comparison_of_it(job, signals, tmp_path):
-    command("run", job, "--data", signals, "--out", tmp_path / "results.json")
+def test_a_run_of_it(job, tmp_path):
+    data = write_signals(tmp_path / "data")
+    command("run", job, "--data", data, "--out", tmp_path / "results.json")
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["experiment"]["task"]["classes"] == ["healthy", "ill"]
     north = results["sites"]["North"]
     assert north["federated"]["subject"]["n"] == north["n_test_subjects"] == 6
     assert north["ill_share_train"] == 0.5
-    compared = tmp_path / "compared"
-    command(
-        "compare", job, "--data", signals, "--methods", "singleset,fedbn,pooled", "--seeds", 1,
-        "--rounds", 2, "--jobs", 1, "--out", compared,
-    )  # fmt: skip
-    summary = json.loads((compared / "summary.json").read_text())
-    for method in ("singleset", "fedbn", "pooled"):
-        assert summary["scores"][method]["macro"]["subject"]["accuracy"]["mean"] > 0.5
 
 
 def test_settings_of_it_are_checked_like_any_other_s(job):
@@ -113,37 +59,17 @@ def test_settings_of_it_are_checked_like_any_other_s(job):
     content["task"]["clases"] = content["task"].pop("classes")
     with pytest.raises(ExperimentError, match=r"task.classes: it is missing"):
         validated(content, "the job")
+    content["task"]["classes"] = ["healthy", "ill"]
+    with pytest.raises(ExperimentError, match=r"task.clases: .*; did you mean 'classes'"):
+        validated(content, "the job")
     content["task"] = {"name": "signal"}
     with pytest.raises(ExperimentError, match="no task 'signal'; did you mean 'signals'"):
         validated(content, "the job")
 
 
-@pytest.fixture(params=["refused", "another", "file", "colon", "environment"])
-def allowed(request, monkeypatch):
-    """Allow the class in a workspace, in one of three ways, or not."""
-
-    def allow(root):
-        lines = {
-            "file": block("yaml"),
-            "colon": f'allow_tasks: ["{PLACE}"]\n',
-            "another": "allow_tasks: [our_tasks.signals.OtherTask]\n",
-        }
-        if request.param == "environment":
-            monkeypatch.setenv("FEDBN_ALLOW_TASKS", f"x.Y, {PLACE.replace(':', '.')}")
-        elif request.param in lines:
-            (Path(root) / "local").mkdir(parents=True, exist_ok=True)
-            (Path(root) / "local" / "fedbn_site.yml").write_text(lines[request.param])
-        return request.param not in ("refused", "another")
-
-    return allow
-
-
-def imported():
-    return "our_tasks.signals" in sys.modules
-
-
-def test_whoever_reads_a_job_looks_before_it_imports(job, allowed, tmp_path):
-    is_allowed = allowed(tmp_path)
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_reads_a_job_looks_before_it_imports(job, tmp_path, monkeypatch, way):
+    is_allowed = allow(way, tmp_path, monkeypatch)
     settings = read_site_settings(tmp_path / "local" / "fedbn_site.yml")
     if is_allowed:
         assert read_experiment(job, settings.tasks).task.name == "signals"
@@ -153,9 +79,9 @@ def test_whoever_reads_a_job_looks_before_it_imports(job, allowed, tmp_path):
     assert imported() == is_allowed
 
 
-def test_a_name_that_two_packages_bring_is_nobody_s(installed):
-    installed()
-    installed("others", "others.signals:SignalTask")
+def test_a_name_that_two_packages_bring_is_nobody_s(site_packages):
+    install(site_packages)
+    install(site_packages, "others", "others.signals:SignalTask")
     with pytest.raises(TaskError, match=r"brought by others.* and our_tasks.*; remove one"):
         make_task({"name": "signals", "classes": ["a", "b"]})
     assert not imported()
@@ -170,17 +96,26 @@ def test_a_name_that_two_packages_bring_is_nobody_s(installed):
         ("def SignalTask(): pass", "is no subclass of fedbn.tasks.base.Task"),
     ],
 )
-def test_a_class_that_is_no_task_is_one_sentence(installed, code, sentence):
-    installed(code=code)
+def test_a_class_that_is_no_task_is_one_sentence(site_packages, code, sentence):
+    install(site_packages, code=code)
     with pytest.raises(TaskError, match=rf"task 'signals' \({PLACE}\) {sentence}"):
         make_task({"name": "signals"})
 
 
-def test_a_package_cannot_take_the_name_of_a_task_of_fedbn(installed):
-    installed()
-    assert make_task({"name": "connectome"}).name == "connectome"
+def test_a_package_cannot_take_the_name_of_a_task_of_fedbn(site_packages):
+    install(site_packages)
+    entry_points = site_packages / "our_tasks-0.1.dist-info" / "entry_points.txt"
+    entry_points.write_text(f"[fedbn.tasks]\nconnectome = {PLACE}\n")
+    assert type(make_task({"name": "connectome"})).__name__ == "ConnectomeTask"
+    assert not imported()
     for name, place in TASKS.items():
         module, _, attribute = place.partition(":")
-        assert getattr(importlib.import_module(module), attribute).model_fields["name"].default == (
-            name
-        )
+        task = getattr(importlib.import_module(module), attribute)
+        assert task.model_fields["name"].default == name
+
+
+@pytest.mark.parametrize("settings", ["connectome", None, [], {}, {"name": 3}])
+def test_what_names_no_task_is_one_sentence(settings):
+    content = json.loads(block("json")) | {"task": settings}
+    with pytest.raises(ExperimentError, match="the job: task: give an object with the task's \"n"):
+        validated(content, "the job")
