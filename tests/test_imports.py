@@ -158,12 +158,16 @@ def test_training_in_a_fresh_process_does_not_import_the_compiler():
     """The first optimiser object of PyTorch imports it, which costs 1.5 s in each FLARE task."""
     code = """
 import sys, torch
-from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.core.batches import TensorSamples
 from fedbn.core.training import TrainingSettings, train_epochs
+from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.tasks.connectome.task import ConnectomeTask
 model = ConnectomeMLP(in_features=6)
+samples = TensorSamples(torch.randn(8, 6), torch.arange(8) % 2)
 for name in ("sgd", "adam", "adamw"):
     settings = TrainingSettings(optimizer=name)
-    train_epochs(model, torch.randn(8, 6), torch.arange(8) % 2, settings, seed=0)
+    loss = ConnectomeTask().loss(settings, samples)
+    train_epochs(model, samples, settings, seed=0, loss=loss)
 print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
