@@ -348,6 +348,11 @@ class Experiment(_Settings):
             f"or site-1 to site-{len(self.sites)} for them in this order"
         )
 
+    @property
+    def judges_rounds(self) -> bool:
+        """Whether rounds are judged on validation units, to choose or to end."""
+        return self.best_round != "last" or self.patience is not None
+
     def changed(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, validated like the original."""
         return validated({**self.model_dump(), **changes}, "the experiment")

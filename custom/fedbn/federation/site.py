@@ -318,6 +318,14 @@ class Site:
         """Return the scores of the held-out units with the network as it stands."""
         return self.task.score(self.network, self.test)
 
+    def judged(
+        self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Return what is followed on the validation units with these entries."""
+        self.load(shared, local)
+        validation = self.scored_in_rounds[VALIDATION]
+        return self.task.follow(self.task.score(self.network, validation))
+
     def _score_round(self) -> dict[str, Scores]:
         parts = self.scored_in_rounds.items()
         return {name: self.task.score(self.network, samples) for name, samples in parts}

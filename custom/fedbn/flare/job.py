@@ -22,8 +22,16 @@ REPORT = "fedbn"
 
 PURPOSE = "purpose"
 PREFLIGHT = "preflight"
-FINAL = "final"
 TRAIN = "train"
+JUDGE = "judge"
+FINAL = "final"
+FINETUNE = "finetune"
+ALONE = "alone"
+"""What a task is for; each has a deadline of its own."""
+
+BEST = "best round"
+"""The best round so far, where the server judges them; ``None`` before one was judged."""
+
 PREPARED = "prepared"
 ACCEPTED = "last accepted"
 """Site name to the last round in which the server accepted the site's contribution."""
