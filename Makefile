@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo abide abide-all test lint benchmarks clean path-without-blank
+.PHONY: help install demo abide abide-all heart test lint benchmarks clean path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
 	@echo "make abide SOURCE=<folder>  the same on ABIDE I (without SOURCE it is downloaded)"
 	@echo "make abide-all SOURCE='A B' the same at twelve hospitals, from one folder or several"
+	@echo "make heart SOURCE=<folder>  heart disease at four hospitals, from UCI's processed.*.data files"
 	@echo "make test                   install, run all tests"
 	@echo "make lint                   ruff and mypy"
 	@echo "make benchmarks             print the ratios that the README shows"
@@ -57,6 +58,12 @@ abide-all: path-without-blank $(READY)
 	FEDBN_DATA="$(abspath $(ALL))/data" $(BIN)/nvflare simulator $(ALL)/job \
 		-n $(words $(subst $(comma), ,$(SITES))) -t 4 -w $(ALL)/workspace
 	@$(BIN)/fedbn results $(ALL)/workspace
+
+heart: path-without-blank $(READY)
+	$(if $(SOURCE),,@echo "fedbn: make heart SOURCE=<folder of UCI's processed.*.data files>" >&2; exit 1)
+	$(BIN)/python -m data_prep heart --source "$(SOURCE)"
+	$(BIN)/nvflare simulator jobs/heart_fedbn -n 4 -t 4 -w $(RUNS)/heart/workspace
+	@$(BIN)/fedbn results $(RUNS)/heart/workspace
 
 test: $(READY)
 	$(BIN)/python -m pytest
