@@ -4,16 +4,19 @@ VENV ?= .venv
 RUNS ?= runs
 SOURCE ?=
 STRIDE ?= 16
+SITES ?= NYU,USM,UM,UCLA,LEUVEN_1,LEUVEN_2,MAX_MUN,OLIN,SBL,STANFORD,UCLA_2,UM_2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo abide test lint benchmarks clean path-without-blank
+.PHONY: help install demo abide abide-all heart test lint benchmarks clean path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
 	@echo "make abide SOURCE=<folder>  the same on ABIDE I (without SOURCE it is downloaded)"
+	@echo "make abide-all SOURCE='A B' the same at twelve hospitals, from one folder or several"
+	@echo "make heart SOURCE=<folder>  heart disease at four hospitals, from UCI's processed.*.data files"
 	@echo "make test                   install, run all tests"
 	@echo "make lint                   ruff and mypy"
 	@echo "make benchmarks             print the ratios that the README shows"
@@ -43,6 +46,24 @@ abide: path-without-blank $(READY)
 		--window 32 --stride $(STRIDE) --negative zero --same-length
 	$(BIN)/nvflare simulator $(JOB) -n 4 -t 4 -w $(RUNS)/abide/workspace
 	@$(BIN)/fedbn results $(RUNS)/abide/workspace
+
+# STANFORD's patients all have another scan length than its controls: --same-length would leave one class.
+ALL := $(RUNS)/abide_all
+comma := ,
+abide-all: path-without-blank $(READY)
+	$(BIN)/python -m data_prep abide $(foreach folder,$(SOURCE),--source "$(folder)") --sites $(SITES) \
+		--window 32 --stride $(STRIDE) --negative zero --out $(ALL)/data
+	@rm -rf $(ALL)/job
+	$(BIN)/fedbn job $(JOB) --sites $(SITES) --out $(ALL)/job
+	FEDBN_DATA="$(abspath $(ALL))/data" $(BIN)/nvflare simulator $(ALL)/job \
+		-n $(words $(subst $(comma), ,$(SITES))) -t 4 -w $(ALL)/workspace
+	@$(BIN)/fedbn results $(ALL)/workspace
+
+heart: path-without-blank $(READY)
+	$(if $(SOURCE),,@echo "fedbn: make heart SOURCE=<folder of UCI's processed.*.data files>" >&2; exit 1)
+	$(BIN)/python -m data_prep heart --source "$(SOURCE)"
+	$(BIN)/nvflare simulator jobs/heart_fedbn -n 4 -t 4 -w $(RUNS)/heart/workspace
+	@$(BIN)/fedbn results $(RUNS)/heart/workspace
 
 test: $(READY)
 	$(BIN)/python -m pytest
