@@ -281,7 +281,7 @@ class Site:
         outcome = self._train_epochs(
             training,
             seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
-            shared_names=self.partition.shared,
+            shared_names=set(self.partition.shared) - set(self.partition.batch_norm),
             correction=variates and control_variates.correction(*variates),
             on_epoch=on_epoch,
         )
@@ -438,7 +438,7 @@ def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
     """
     settings = experiment.network
     network = build_network(settings.name, settings.args, experiment.seed)
-    partition = split(network, experiment.policy)
+    partition = split(network, experiment.policy, types=experiment.batch_norm_types)
     require_batch_norm(network, partition)
     if experiment.algorithm.name == "alone":
         partition = replace(partition, local=tuple(network.state_dict()), shared=())
