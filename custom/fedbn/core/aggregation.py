@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from fedbn.core.normalization import StateMismatchError, check_entries
+from fedbn.core.normalization import AVERAGED, StateMismatchError, check_entries
 
 FloatArray = np.ndarray
 
@@ -109,7 +109,7 @@ class WeightedMean:
 
     def __init__(self, expected: Mapping[str, torch.Tensor]):
         for name, tensor in expected.items():
-            if not tensor.is_floating_point():
+            if tensor.dtype not in AVERAGED:
                 raise ContributionError(
                     f"entry {name!r} is {tensor.dtype}: only floats are averaged"
                 )
@@ -136,7 +136,7 @@ class WeightedMean:
         for name, tensor in tensors.items():
             # Exact for float32 entries and whole-number weights below 2**29; otherwise one rounding
             # that depends on this contribution alone.
-            values = tensor.detach().to("cpu", torch.float64).numpy().reshape(-1)
+            values = widened(tensor).numpy().reshape(-1)
             _accumulate(self._sums.setdefault(name, []), values * float(weight))
         _accumulate(self._weights, np.array([float(weight)]))
         self.contributors.append(site)
@@ -153,11 +153,25 @@ class WeightedMean:
             raise ContributionError("no contribution was accepted")
         total = float(_rounded(self._weights)[0])
         return {
-            name: torch.from_numpy(_rounded(self._sums[name]) / total)
-            .to(tensor.dtype)
-            .reshape(tensor.shape)
+            name: narrowed(torch.from_numpy(_rounded(self._sums[name]) / total), tensor)
             for name, tensor in self.expected.items()
         }
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as float64 on the CPU; complex ones as (..., 2), real and imaginary.
+
+    Exact for every dtype of :data:`fedbn.core.normalization.AVERAGED`.
+    """
+    values = tensor.detach().to("cpu").resolve_conj()
+    return (torch.view_as_real(values) if values.is_complex() else values).double()
+
+
+def narrowed(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`widened` has made of a tensor in that tensor's own dtype and shape."""
+    if like.is_complex():
+        values = torch.view_as_complex(values.reshape(-1, 2))
+    return values.to(like.dtype).reshape(like.shape)
 
 
 def _two_sum(a: FloatArray, b: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from fedbn.core.aggregation import narrowed, widened
+
 PREFIX = "control_variate:"
 """No state-dict entry begins with it: it holds a colon, and names of modules end with a dot."""
 
@@ -83,9 +85,9 @@ def updated(
     new = {}
     for name, tensor in own.items():
         # In float64: x and y are nearly equal, and their difference is divided by a small number.
-        moved = received[name].double() - trained[name].double()
-        value = tensor.double() - server[name].double() + moved / (n_steps * learning_rate)
-        new[name] = value.to(tensor.dtype)
+        moved = widened(received[name]) - widened(trained[name])
+        value = widened(tensor) - widened(server[name]) + moved / (n_steps * learning_rate)
+        new[name] = narrowed(value, tensor)
         if not bool(torch.isfinite(new[name]).all()):
             raise FloatingPointError(
                 f"the control variate of entry {name!r} is not finite after {n_steps} steps; "

@@ -25,6 +25,16 @@ from torch.nn.parameter import is_lazy
 Policy = Literal["fedbn", "silobn", "none"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
+AVERAGED = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+"""What can be shared: each entry is averaged in float64 and rounded to its own dtype."""
+
 _NORMALIZATION_LAYERS: tuple[type[nn.Module], ...] = (
     _NormBase,
     nn.GroupNorm,
@@ -51,7 +61,8 @@ class Partition:
         ``"fedbn"``: gamma, beta, running mean and variance, and the counter stay at the site.
         ``"silobn"``: statistics and counter stay; gamma and beta are shared (Andreux et al., 2020).
         ``"none"``: all floating state is shared, statistics too (FedAvg).
-        Under every policy integer and boolean entries stay: an average of them means nothing.
+        Floating means any of :data:`AVERAGED`, an entry without elements included. Under every
+        policy integer and boolean entries stay: an average of them means nothing.
     local, shared
         Names in state-dict order; together they are all of ``model.state_dict()``.
     layers
@@ -110,8 +121,9 @@ def split(
     Raises
     ------
     ValueError
-        If the policy is unknown, a lazy layer has no shape yet, an entry is not a tensor, or the
-        entries of a batch-norm layer cannot be found in the state dict.
+        If the policy is unknown, a lazy layer has no shape yet, an entry is not a dense tensor or
+        of a floating dtype that is not averaged, or the entries of a batch-norm layer cannot be
+        found in the state dict.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -130,11 +142,10 @@ def split(
     local: list[str] = []
     shared: list[str] = []
     for name, tensor in entries.items():
-        averaged = tensor.is_floating_point() or tensor.is_complex()
         kept = name in batch_norm and (
             policy == "fedbn" or (policy == "silobn" and not isinstance(tensor, nn.Parameter))
         )
-        (local if kept or not averaged else shared).append(name)
+        (local if kept or tensor.dtype not in AVERAGED else shared).append(name)
     return Partition(
         policy=policy,
         local=tuple(local),
@@ -156,6 +167,17 @@ def _check_tensors(model: nn.Module, entries: Mapping[str, object]) -> None:
                 f"entry {name!r} of {type(model).__name__} has no shape yet; "
                 "run one batch through the network before it is federated"
             )
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        if tensor.layout != torch.strided or (floating and tensor.dtype not in AVERAGED):
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise ValueError(
+                f"entry {name!r} of {type(model).__name__} is {kind}; an entry to be federated is "
+                f"dense, of integers, booleans or {', '.join(_name(dtype) for dtype in AVERAGED)}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _entries_of(
@@ -249,7 +271,15 @@ def entries(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     change with the next training step.
     """
     state = unwrap_model(model).state_dict()
-    return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
+    copies = {name: state[name].detach().to("cpu", copy=True) for name in names}
+    return {name: copy.resolve_conj().resolve_neg().contiguous() for name, copy in copies.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's values as they lie in memory, row by row: of any dtype, and of none."""
+    values = tensor.detach().to("cpu").contiguous().reshape(-1)
+    # Without elements a tensor can have strides that allow no view.
+    return values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
 
 
 def trainable_names(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:

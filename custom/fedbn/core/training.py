@@ -418,7 +418,11 @@ def _proximal_pairs(
                 f"expected shape {tuple(weight.shape)}"
             )
         fixed.append(source.detach().to(weight.device, weight.dtype, copy=True))
-    return list(weights.values()), fixed
+    return [_real(weight) for weight in weights.values()], [_real(one) for one in fixed]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _epoch_loss(batch_losses: list[torch.Tensor], sizes: list[int]) -> float:
@@ -431,7 +435,7 @@ def _check_finite(model: nn.Module, loss: float, epoch: int, settings: TrainingS
     broken = f"the loss is {loss}" if not math.isfinite(loss) else None
     if broken is None:
         for name, tensor in unwrap_model(model).state_dict().items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not bool(torch.isfinite(tensor).all()):
                 broken = f"entry {name!r} has values that are not finite"
                 break
     if broken is not None:

@@ -8,6 +8,7 @@ seed or a learning rate.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -27,7 +29,7 @@ from fedbn.core.training import TrainingSettings
 from fedbn.federation.installation import check_version, is_specifier
 from fedbn.federation.settings_file import fault, read_json
 from fedbn.tasks.base import Task
-from fedbn.tasks.registry import make_task
+from fedbn.tasks.registry import TASK_0_1, make_task
 
 EXPERIMENT_FILE = "experiment.json"
 
@@ -152,6 +154,10 @@ class ContinuesSettings(_Settings):
     workspace: str | None = None
 
 
+def _task(value: Any, info: ValidationInfo) -> Task:
+    return make_task(value, (info.context or {}).get("allow_tasks"))
+
+
 class Experiment(_Settings):
     """Everything that decides the numbers of one run.
 
@@ -211,7 +217,7 @@ class Experiment(_Settings):
     """
 
     name: str = "experiment"
-    task: Annotated[SerializeAsAny[Task], BeforeValidator(make_task)]
+    task: Annotated[SerializeAsAny[Task], BeforeValidator(_task)]
     sites: tuple[SiteName, ...]
     network: NetworkSettings
     policy: Policy = "fedbn"
@@ -259,7 +265,7 @@ class Experiment(_Settings):
             return content
         content = dict(content)
         if "task" not in content:
-            content = _VERSION_0_1 | content | {"task": {"name": "connectome"}}
+            content = _VERSION_0_1 | content | {"task": dict(TASK_0_1)}
             for field, defaults in (("network", _NETWORK_0_1), ("training", _TRAINING_0_1)):
                 if isinstance(content[field], dict):
                     content[field] = defaults | content[field]
@@ -347,13 +353,25 @@ class Experiment(_Settings):
             f"or site-1 to site-{len(self.sites)} for them in this order"
         )
 
+    @property
+    def judges_rounds(self) -> bool:
+        """Whether rounds are judged on validation units, to choose or to end."""
+        return self.best_round != "last" or self.patience is not None
+
     def changed(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, validated like the original."""
         return validated({**self.model_dump(), **changes}, "the experiment")
 
 
-def read_experiment(path: Path) -> Experiment:
+def read_experiment(path: Path, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Read and validate an experiment file; a job folder is accepted for its experiment.
+
+    Parameters
+    ----------
+    path
+        The file, or the folder.
+    allow_tasks
+        As in :func:`fedbn.tasks.registry.make_task`.
 
     Raises
     ------
@@ -375,10 +393,10 @@ def read_experiment(path: Path) -> Experiment:
     required = content.get("fedbn_version") if isinstance(content, dict) else None
     if isinstance(required, str) and is_specifier(required):
         check_version(required)  # before the fields: another version has others
-    return validated(content, str(path))
+    return validated(content, str(path), allow_tasks)
 
 
-def validated(content: Any, where: str) -> Experiment:
+def validated(content: Any, where: str, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Validate the content of an experiment file, or what a run has kept of it.
 
     Raises
@@ -387,6 +405,6 @@ def validated(content: Any, where: str) -> Experiment:
         `where`, and the first field that is wrong and why.
     """
     try:
-        return Experiment.model_validate(content)
+        return Experiment.model_validate(content, context={"allow_tasks": allow_tasks})
     except ValidationError as error:
         raise ExperimentError(f"{where}: {fault(error, content, Experiment)}") from error

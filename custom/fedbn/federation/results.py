@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedbn.core.normalization import bits
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.site import OF_THE_SITE_ALONE, TEST, VALIDATION, Site
 from fedbn.tasks.base import Scores
@@ -192,9 +193,9 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return one digest over the names and bits of all tensors, to compare two runs by."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name]
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bits(tensor))
     return digest.hexdigest()
 
 

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from fedbn.core import clusters, control_variates
-from fedbn.core.aggregation import ContributionError, WeightedMean, validate_contribution
+from fedbn.core.aggregation import (
+    ContributionError,
+    WeightedMean,
+    validate_contribution,
+    widened,
+)
 from fedbn.core.normalization import (
     Partition,
     StateMismatchError,
@@ -318,7 +323,7 @@ class ClusteredServer(Server):
         """Return one site's update of the trained entries, flattened to float64."""
         return np.concatenate(
             [
-                (after[name].double() - before[name].double()).numpy().reshape(-1)
+                (widened(after[name]) - widened(before[name])).numpy().reshape(-1)
                 for name in self.trained
             ]
         )

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, site_report
 from fedbn.federation.server import make_server
-from fedbn.federation.site import RoundResult, Site, make_network
+from fedbn.federation.site import VALIDATION, RoundResult, Site, make_network
 from fedbn.tasks.base import Scores
 from fedbn.tasks.data import SiteData
 
@@ -89,6 +90,8 @@ class Federation:
     losses
         Site name to the training loss of each local epoch of each round, as
         :class:`fedbn.core.training.TrainingOutcome` measures it.
+    best_round
+        Which round was chosen, where rounds are judged; `shared`, `local` and `received` are its.
     """
 
     sites: dict[str, Site]
@@ -99,6 +102,7 @@ class Federation:
     scores: dict[str, dict[int, dict[str, dict[str, Scores]]]]
     sent: dict[str, dict[str, torch.Tensor]]
     losses: dict[str, list[list[float]]]
+    best_round: dict[str, Any] | None = None
 
     def load(self, name: str) -> Site:
         """Return a site with the final entries, received and its own, in its network."""
@@ -146,11 +150,14 @@ def federate(
     losses: dict[str, list[list[float]]] = {name: [] for name in sites}
     facts: list[dict[str, Any]] = []
     scores: dict[str, dict[int, dict[str, dict[str, Scores]]]] = {name: {} for name in sites}
+    best = _Best(experiment)
     for number in range(experiment.rounds):
         server.reset()
+        model = _Model(server.state(), {n: server.message(n) for n in sites}, dict(local))
+        judged: dict[str, dict[str, float]] = {}
         for name, site in sites.items():
-            train = site.train_round if score_rounds else site.train
-            result = train(server.message(name), local[name], number)
+            train = site.train_round if score_rounds or experiment.judges_rounds else site.train
+            result = train(model.received[name], local[name], number)
             local[name], sent[name] = result.local, result.shared
             losses[name].append(result.outcome.losses)
             weight = 1 if experiment.aggregation_weights == "equal" else result.outcome.n_samples
@@ -160,20 +167,79 @@ def federate(
                     BEFORE_TRAINING: result.before,
                     AFTER_TRAINING: result.after,
                 }
+                if VALIDATION in result.before:
+                    judged[name] = site.task.follow(result.before[VALIDATION])
         server.update()
         facts.append(server.facts())
         if on_round is not None:
             on_round(number)
+        if number and best.judge(number - 1, judged, model):
+            break
+    model = _Model(server.state(), {n: server.message(n) for n in sites}, local)
+    if experiment.judges_rounds:
+        judged = {n: site.judged(model.received[n], local[n]) for n, site in sites.items()}
+        best.judge(len(facts) - 1, judged, model)
+        model = best.model(model)
     return Federation(
         sites=sites,
-        shared=server.state(),
-        local=local,
-        received={name: server.message(name) for name in sites},
+        shared=model.shared,
+        local=model.local,
+        received=model.received,
         facts=facts,
         scores=scores,
         sent=sent,
         losses=losses,
+        best_round=best.facts() if experiment.judges_rounds else None,
     )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What server and sites hold after a round; none of it is changed later."""
+
+    shared: dict[str, torch.Tensor]
+    received: dict[str, dict[str, torch.Tensor]]
+    local: dict[str, dict[str, torch.Tensor]]
+
+
+class _Best:
+    """Keeps the model of the best round, of all sites together or of each by itself."""
+
+    def __init__(self, experiment: Experiment):
+        self._mode = experiment.best_round
+        self._of_all = BestRound(experiment)
+        self._of_site = {name: BestRound(experiment) for name in experiment.sites}
+        self._kept: dict[str, _Model] = {}
+
+    def judge(self, number: int, judged: Mapping[str, dict[str, float]], model: _Model) -> bool:
+        """Judge the model that a round has ended with; return whether the run is over."""
+        if self._of_all.judge(number, judged) and self._mode == "validation":
+            self._kept = dict.fromkeys(self._of_site, model)
+        for name, followed in judged.items():
+            better = self._of_site[name].judge(number, {name: followed})
+            if better and self._mode == "site_validation":
+                self._kept[name] = model
+        return self._of_all.is_over
+
+    def model(self, last: _Model) -> _Model:
+        """Return the chosen model: what each site is scored with."""
+        if self._mode == "last":
+            return last
+        shared = last.shared
+        if self._mode == "validation":
+            shared = next(iter(self._kept.values())).shared
+        return _Model(
+            shared,
+            {name: model.received[name] for name, model in self._kept.items()},
+            {name: model.local[name] for name, model in self._kept.items()},
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says of the choice."""
+        found = self._of_all.facts()
+        if self._mode == "site_validation":
+            found["sites"] = {name: one.number for name, one in self._of_site.items()}
+        return found
 
 
 def run_federation(
@@ -199,5 +265,8 @@ def run_federation(
         {"round": number, "accepted": sorted(reports), "refused": {}, "missing": [], **facts}
         for number, facts in enumerate(federation.facts)
     ]
-    report = run_report(experiment, reports, of_rounds, federation.shared, transport="in process")
+    chosen = {} if federation.best_round is None else {"best_round": federation.best_round}
+    report = run_report(
+        experiment, reports, of_rounds, federation.shared, transport="in process", **chosen
+    )
     return FederationResult(shared=federation.shared, local=federation.local, report=report)

@@ -326,6 +326,14 @@ class Site:
             recompute_in_batches(self.network, batches, self.task.forward)
         return self.task.score(self.network, self.test)
 
+    def judged(
+        self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Return what is followed on the validation units with these entries."""
+        self.load(shared, local)
+        validation = self.scored_in_rounds[VALIDATION]
+        return self.task.follow(self.task.score(self.network, validation))
+
     def _score_round(self) -> dict[str, Scores]:
         parts = self.scored_in_rounds.items()
         return {name: self.task.score(self.network, samples) for name, samples in parts}
@@ -396,6 +404,7 @@ class Site:
             is learned, and what its samples must be.
         """
         names = [*self.partition.shared, *self.partition.local]
+        first = next(iter(self.test.batches(1))).inputs
         fitted = {f"{FITTED}{name}": value for name, value in self.preparation.fitted.items()}
         facts = {
             "task": self.task.model_dump(),
@@ -403,7 +412,7 @@ class Site:
             "policy": self.experiment.policy,
             "local entries": list(self.partition.local),
             "signature": self.data.signature(),
-            "sample shape": list(next(iter(self.test.batches(1))).inputs.shape[1:]),
+            "sample shape": list(first.shape[1:]) if isinstance(first, torch.Tensor) else None,
         }
         return entries(self.network, names) | fitted, facts
 

@@ -22,6 +22,11 @@ SITE_SETTINGS_FILE = "fedbn_site.yml"
 NETWORKS_VARIABLE = "FEDBN_ALLOW_NETWORKS"
 """Environment variable with further network classes, with commas, for FLARE's simulator."""
 
+TASKS_VARIABLE = "FEDBN_ALLOW_TASKS"
+"""The same for the classes of tasks."""
+
+ClassPath = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]
+
 T = TypeVar("T")
 
 _WHAT_TO_DO = {
@@ -35,6 +40,7 @@ _WHAT_TO_DO = {
     "amp": "give off or bf16",
     "share_affine": "give true or false",
     "allow_networks": "give a list of classes, each as package.module.Class",
+    "allow_tasks": "give a list of classes, each as package.module.Class",
 }
 
 
@@ -72,6 +78,9 @@ class SiteSettings(BaseModel):
     allow_networks
         Classes of installed packages that a job's network may be, as ``package.module.Class``,
         besides MONAI's and fedbn's own.
+    allow_tasks
+        Classes of installed packages that a job's task may be, in the same form, besides fedbn's
+        own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -84,7 +93,8 @@ class SiteSettings(BaseModel):
     workers: int = Field(default=0, ge=0)
     amp: Amp = "off"
     share_affine: bool = False
-    allow_networks: list[Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]] = []
+    allow_networks: list[ClassPath] = []
+    allow_tasks: list[ClassPath] = []
 
     @field_validator("amp", mode="before")
     @classmethod
@@ -111,8 +121,12 @@ class SiteSettings(BaseModel):
     @property
     def networks(self) -> list[str]:
         """Classes that a job's network may be here: the file's, and the environment's."""
-        listed = os.environ.get(NETWORKS_VARIABLE, "").split(",")
-        return [*self.allow_networks, *filter(None, map(str.strip, listed))]
+        return [*self.allow_networks, *_listed(NETWORKS_VARIABLE)]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Classes that a job's task may be here: the file's, and the environment's."""
+        return [*self.allow_tasks, *_listed(TASKS_VARIABLE)]
 
     def check_site(self, client: str, site: str) -> None:
         """Refuse to work for another site than the file was written for.
@@ -186,6 +200,10 @@ def _validated(content: Any, where: str) -> SiteSettings:
     except ValidationError as error:
         sentence = fault(error, content, SiteSettings, _WHAT_TO_DO)
         raise SiteSettingsError(f"{where}: {sentence}") from error
+
+
+def _listed(variable: str) -> list[str]:
+    return list(filter(None, map(str.strip, os.environ.get(variable, "").split(","))))
 
 
 def _expanded(folder: str) -> Path:

@@ -23,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from fedbn.core.normalization import bits
 from fedbn.tasks.base import Scores
 
 if sys.platform != "win32":
@@ -33,6 +34,10 @@ SHARED_WEIGHTS = "shared weights"
 LOCAL_ENTRIES = "local entries"
 PREPARATION = "preparation"
 COMPLETE_MODEL = "complete model"
+BEST_ENTRIES = "entries of the best round"
+
+
+Tensors = dict[str, torch.Tensor]
 
 
 class SiteStateError(RuntimeError):
@@ -227,6 +232,11 @@ class SiteState:
         return self.folder / "local_entries_before.pt"
 
     @property
+    def best_path(self) -> Path:
+        """The file with the entries of the best round so far, where rounds are judged."""
+        return self.folder / "best_entries.pt"
+
+    @property
     def preparation_path(self) -> Path:
         """The file with the site's split and standardisation."""
         return self.folder / "preparation.pt"
@@ -258,7 +268,7 @@ class SiteState:
             If a value is not finite (the older file stays), or the file cannot be written.
         """
         for name, tensor in entries.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not bool(torch.isfinite(tensor).all()):
                 raise SiteStateError(
                     f"site {self.site!r}: local entry {name!r} is not finite after round "
                     f"{round_number}; the entries of the round before are kept"
@@ -290,6 +300,48 @@ class SiteState:
             f"site {self.site!r}: {self.folder} holds the local entries after round "
             f"{meta['round']}, and none after round {at_most} or before it"
         )
+
+    def keep_best(self, number: int) -> None:
+        """Keep the local entries of the round that is the best so far, as the server says.
+
+        Of a site that missed that round they are the latest before it. They stay until another
+        round is the best, so that they and that round's shared weights are always of one round.
+        """
+        if self._best_round() != number:
+            local, _ = self.load_local(at_most=number)
+            self.save_best({}, local, number)
+
+    def save_best(
+        self,
+        shared: Mapping[str, torch.Tensor],
+        local: Mapping[str, torch.Tensor],
+        number: int,
+        value: float | None = None,
+    ) -> None:
+        """Keep all entries of this site's own best round, with what it was judged by."""
+        joined = {f"shared/{name}": tensor for name, tensor in shared.items()}
+        joined |= {f"local/{name}": tensor for name, tensor in local.items()}
+        self._save(self.best_path, BEST_ENTRIES, joined, {"round": number, "value": value})
+
+    def load_best(
+        self,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int, float | None]:
+        """Return shared and local entries of the best round, its number, and its value.
+
+        Raises
+        ------
+        SiteStateError
+            If there are none, or the file is damaged.
+        """
+        tensors, meta = self._load(self.best_path, BEST_ENTRIES)
+        shared, local = (
+            {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
+            for part in ("shared/", "local/")
+        )
+        return shared, local, int(meta["round"]), meta["value"]
+
+    def _best_round(self) -> int | None:
+        return self.load_best()[2] if self.best_path.exists() else None
 
     def save_preparation(
         self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
@@ -399,10 +451,9 @@ def _is_dense(tensor: object) -> bool:
 def _digest(kind: str, facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(f"{FORMAT}\n{kind}\n{facts}\n".encode())
     for name in sorted(tensors, key=str):
-        tensor = tensors[name].detach().to("cpu").contiguous()
+        tensor = tensors[name]
         digest.update(f"{name}\n{tuple(tensor.shape)}\n{tensor.dtype}\n".encode())
-        if tensor.numel():  # an empty tensor can have strides that do not allow the view
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bits(tensor))
     return digest.hexdigest()
 
 

@@ -17,6 +17,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from fedbn.core.aggregation import ContributionError
+from fedbn.core.normalization import AVERAGED
 from fedbn.federation.experiment import ExperimentError
 from fedbn.federation.server import Server
 from fedbn.flare.job import ERROR, REPORT, redacted, to_arrays, to_tensors
@@ -166,9 +167,11 @@ class FedBNAggregator(ModelAggregator):
                 "are no floats; they were dropped (its own filter should have kept them)"
             )
         server, site = self._find_server(), self._site_of(client)
-        tensors = to_tensors(arrived)
+        known = server.message(site)
         if model.params_type == ParamsType.DIFF:
-            tensors = _added(tensors, server.message(site))
+            tensors = _added(to_tensors(arrived), known)
+        else:
+            tensors = to_tensors(arrived, known)
         server.add(site, tensors, self._weight(model))
 
     def _find_server(self) -> Server:
@@ -209,8 +212,13 @@ def _added(
     weights = {}
     for name, difference in differences.items():
         known = base.get(name)
-        if known is None or known.shape != difference.shape or not difference.is_floating_point():
+        if (
+            known is None
+            or known.shape != difference.shape
+            or known.is_complex() != difference.is_complex()
+            or difference.dtype not in AVERAGED
+        ):
             weights[name] = difference
         else:
-            weights[name] = known + difference.to(known.dtype)
+            weights[name] = (known + difference).to(known.dtype)
     return weights

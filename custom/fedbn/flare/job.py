@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from nvflare.apis.fl_context import FLContext
 
+from fedbn.core.control_variates import PREFIX
 from fedbn.core.networks import check_allowed
 from fedbn.federation.experiment import EXPERIMENT_FILE, Experiment, read_experiment
 from fedbn.federation.site_settings import SITE_SETTINGS_FILE, SiteSettings, read_site_settings
@@ -21,8 +22,16 @@ REPORT = "fedbn"
 
 PURPOSE = "purpose"
 PREFLIGHT = "preflight"
-FINAL = "final"
 TRAIN = "train"
+JUDGE = "judge"
+FINAL = "final"
+FINETUNE = "finetune"
+ALONE = "alone"
+"""What a task is for; each has a deadline of its own."""
+
+BEST = "best round"
+"""The best round so far, where the server judges them; ``None`` before one was judged."""
+
 PREPARED = "prepared"
 ACCEPTED = "last accepted"
 """Site name to the last round in which the server accepted the site's contribution."""
@@ -44,13 +53,12 @@ def job_experiment(fl_ctx: FLContext) -> Experiment:
     fedbn.federation.experiment.ExperimentError
         If it is missing or wrong.
     ValueError
-        If its network is a class that this installation's own settings do not allow.
+        If its network or its task is a class that this installation's own settings do not allow.
     """
-    workspace = fl_ctx.get_engine().get_workspace()
-    experiment = read_experiment(
-        Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / EXPERIMENT_FILE
-    )
-    check_allowed(experiment.network.name, site_settings(fl_ctx).networks)
+    workspace, settings = fl_ctx.get_engine().get_workspace(), site_settings(fl_ctx)
+    config = Path(workspace.get_app_config_dir(fl_ctx.get_job_id()))
+    experiment = read_experiment(config / EXPERIMENT_FILE, settings.tasks)
+    check_allowed(experiment.network.name, settings.networks)
     return experiment
 
 
@@ -80,12 +88,28 @@ def free_messages() -> None:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Turn tensors into NumPy arrays, the form in which FLARE sends them by default."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    """Turn tensors into NumPy arrays, the form in which FLARE sends them by default.
+
+    NumPy has no bfloat16: such values travel as float32, which holds each of them exactly.
+    """
+    return {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+        for name, tensor in tensors.items()
+    }
 
 
-def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def to_tensors(
+    arrays: Mapping[str, Any], like: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Turn what arrived into tensors; values are not copied where they need not be.
+
+    Parameters
+    ----------
+    arrays
+        Names to NumPy arrays.
+    like
+        Names to tensors; an entry that is bfloat16 there becomes so again. A control variate is as
+        its entry.
 
     Raises
     ------
@@ -99,10 +123,14 @@ def to_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
             continue
-        if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "fiub":
+        if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.kind not in "fciub":
             raise TypeError(f"entry {name!r} is not a numeric array but {type(value).__name__}")
         array = np.asarray(value)
-        tensors[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        known = (like or {}).get(name, (like or {}).get(name.removeprefix(PREFIX)))
+        if known is not None and known.dtype == torch.bfloat16 and tensor.dtype == torch.float32:
+            tensor = tensor.bfloat16()
+        tensors[name] = tensor
     return tensors
 
 

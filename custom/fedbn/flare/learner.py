@@ -25,6 +25,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model_learner import ModelLearner
 from nvflare.app_common.app_constant import ValidateType
 
+from fedbn.federation.best_round import BestRound
 from fedbn.federation.devices import (
     DeviceChoice,
     described,
@@ -37,19 +38,26 @@ from fedbn.federation.installation import check_packages, missing_package
 from fedbn.federation.results import (
     AFTER_TRAINING,
     BEFORE_TRAINING,
+    FEDERATED,
+    FINETUNED,
     Rounds,
     site_report,
     versions,
     without_nan,
 )
+from fedbn.federation.results import ALONE as ALONE_SCORES
 from fedbn.federation.resume import CONTINUED_FROM, check_not_stale, seed_state
-from fedbn.federation.site import OF_THE_SITE_ALONE, Preparation, Site, make_network
+from fedbn.federation.site import OF_THE_SITE_ALONE, VALIDATION, Preparation, Site, make_network
 from fedbn.federation.site_settings import SiteSettings
 from fedbn.federation.site_state import SiteState, SiteStateError, network_fingerprint
 from fedbn.flare.job import (
     ACCEPTED,
+    ALONE,
+    BEST,
     ERROR,
     FINAL,
+    FINETUNE,
+    JUDGE,
     PREFLIGHT,
     PREPARED,
     PURPOSE,
@@ -120,10 +128,15 @@ class FedBNLearner(ModelLearner):
         that task's own answer, so nothing is done twice here.
         """
         purpose = _report(model).get(PURPOSE)
-        if purpose == PREFLIGHT:
-            return self._answer(lambda: self._preflight(model))
-        if purpose == FINAL:
-            return self._answer(lambda: self._finish(model))
+        works = {
+            PREFLIGHT: self._preflight,
+            JUDGE: self._judge,
+            FINAL: self._finish,
+            FINETUNE: self._finetune,
+            ALONE: self._train_alone,
+        }
+        if purpose in works:
+            return self._answer(lambda: works[purpose](model))
         if model.meta.get(FLMetaKey.VALIDATE_TYPE) == ValidateType.BEFORE_TRAIN_VALIDATE:
             return None
         return self._answer(lambda: self._score(model))
@@ -145,8 +158,10 @@ class FedBNLearner(ModelLearner):
         try:
             return work()
         except Exception as error:
-            sentence = self._named(self._sentence(error), error)
-            public = self._named(error.public, error) if isinstance(error, DataError) else sentence
+            said = self._sentence(error)
+            sentence = public = self._named(said, error)
+            if isinstance(error, DataError) and said == str(error):
+                public = self._named(error.public, error)
             # No event: a job could have FLARE send it to the server with all that it names.
             self.log_error(self.fl_ctx, sentence, fire_event=False)
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
@@ -390,7 +405,10 @@ class FedBNLearner(ModelLearner):
                 "here before"
             )
         check_not_stale(state.site, kept, accepted)
-        result = site.train_round(to_tensors(model.params), local, number, self._on_epoch)
+        shared = to_tensors(model.params, site.network.state_dict())
+        self._keep_best(model)
+        result = site.train_round(shared, local, number, self._on_epoch)
+        self._judge_here(shared, local, number - 1, result.before)
         state.save_local(result.local, number)
         scored = {BEFORE_TRAINING: result.before, AFTER_TRAINING: result.after}
         state.save_scores(
@@ -420,35 +438,108 @@ class FedBNLearner(ModelLearner):
             },
         )
 
-    def _finish(self, model: FLModel) -> FLModel:
-        """Score the last shared weights with the site's own batch norm, and keep the model."""
+    def _keep_best(self, model: FLModel) -> None:
+        """Keep the local entries of the round that the server says is the best so far."""
+        number = _report(model).get(BEST)
+        if isinstance(number, int):
+            self._load_state().keep_best(number)
+
+    def _judge_here(
+        self,
+        shared: Mapping[str, torch.Tensor],
+        local: Mapping[str, torch.Tensor],
+        number: int,
+        scores: Mapping[str, Scores],
+    ) -> None:
+        """Keep all entries of a round that is this site's own best, where sites choose."""
+        experiment, state = self._load_experiment(), self._load_state()
+        if experiment.best_round != "site_validation" or number < 0:
+            return
+        best = BestRound(experiment)
+        if state.best_path.exists():
+            *_, kept, value = state.load_best()
+            best.judge(kept, {state.site: {best.headline: value}})
+        if best.judge(number, {state.site: experiment.task.follow(scores[VALIDATION])}):
+            state.save_best(shared, local, number, best.value)
+
+    def _judge(self, model: FLModel) -> FLModel:
+        """Score the last shared weights on the validation units."""
+        site, local = self._ready(model)
+        judged = site.judged(to_tensors(model.params, site.network.state_dict()), local)
+        return FLModel(metrics={}, meta={REPORT: {"site": site.name, BEFORE_TRAINING: judged}})
+
+    def _ready(self, model: FLModel) -> tuple[Site, dict[str, torch.Tensor]]:
+        """Return the site and its own entries after the last round, which are not stale."""
         accepted = self._ensure_prepared(model)
-        site, state = self._load_site(), self._load_state()
+        state = self._load_state()
         local, kept = state.load_local()
         check_not_stale(state.site, kept, accepted)
-        shared = to_tensors(model.params)
+        return self._load_site(), local
+
+    def _chosen(self, model: FLModel) -> tuple[Site, Mapping[str, Any], Mapping[str, Any]]:
+        """Return the site, and the shared and local entries that the run ends with here."""
+        site, local = self._ready(model)
+        shared: Mapping[str, torch.Tensor] = to_tensors(model.params, site.network.state_dict())
+        experiment, state = self._load_experiment(), self._load_state()
+        if experiment.best_round == "validation":
+            self._keep_best(model)
+            _, local, _, _ = state.load_best()
+        elif experiment.best_round == "site_validation":
+            site.load(shared, local)
+            validation = site.scored_in_rounds[VALIDATION]
+            last = {VALIDATION: site.task.score(site.network, validation)}
+            _, number = state.load_local()
+            self._judge_here(shared, local, number, last)
+            shared, local, _, _ = state.load_best()
+        return site, shared, local
+
+    def _finish(self, model: FLModel) -> FLModel:
+        """Score the run's shared weights with the site's own batch norm, and keep the model."""
+        site, shared, local = self._chosen(model)
+        state = self._load_state()
         final = site.evaluate(shared, local)
-        experiment = self._load_experiment()
         state.save_model(*site.complete_model())
-        finetuned = alone = None
-        if experiment.finetune:
-            finetuned = site.finetune(self._on_epoch)
-            state.save_model(*site.complete_model(), finetuned=True)
-        if experiment.compare_with_alone:
-            alone = site.train_alone(self._on_alone_round)
-        state.save_scores("final", _present(federated=final, finetuned=finetuned, alone=alone))
-        results = site_report(site, final, alone, _rounds(state), finetuned=finetuned)
-        answer = FLModel(metrics={}, meta={REPORT: {"site": site.name, "results": results}})
+        state.save_scores("final", {FEDERATED: final})
+        results = site_report(site, final, None, _rounds(state))
+        report: dict[str, Any] = {"site": site.name, "results": results}
+        if self._load_experiment().best_round != "last":
+            report[BEST] = state.load_best()[2]
+        answer = FLModel(metrics={}, meta={REPORT: report})
         if _report(model).get(SEND_AFFINE) is True and self._load_settings().share_affine:
             self.info(f"site {site.name!r} shares its gamma and beta for new hospitals")
             answer.params_type, answer.params = ParamsType.FULL, to_send(site, local)
         return answer
 
+    def _finetune(self, model: FLModel) -> FLModel:
+        """Train on from the run's model at this site, and score that beside it."""
+        site, shared, local = self._chosen(model)
+        site.load(shared, local)
+        scores = site.finetune(self._on_epoch)
+        self._load_state().save_model(*site.complete_model(), finetuned=True)
+        return self._also_final(site, FINETUNED, scores)
+
+    def _train_alone(self, model: FLModel) -> FLModel:
+        """Train the same network on this site's data alone, and score that beside the run's."""
+        self._ensure_prepared(model)
+        site = self._load_site()
+        return self._also_final(site, ALONE_SCORES, site.train_alone(self._on_alone_round))
+
+    def _also_final(self, site: Site, name: str, scores: Scores) -> FLModel:
+        state = self._load_state()
+        kept = state.load_scores().get("final", {})
+        state.save_scores("final", {**kept, name: scores})
+        results: dict[str, Any] = {name: site.task.measure(scores)}
+        if name == ALONE_SCORES and FEDERATED in kept:
+            results["gain"] = site.task.changed(scores, kept[FEDERATED])
+        report = {"site": site.name, "results": without_nan(results)}
+        return FLModel(metrics={}, meta={REPORT: report})
+
     def _score(self, model: FLModel) -> FLModel:
         """Score weights that some other workflow sent, with the site's own batch norm."""
         site, state = self._load_site(), self._load_state()
         local, _ = state.load_local()
-        return FLModel(metrics=site.task.follow(site.evaluate(to_tensors(model.params), local)))
+        shared = to_tensors(model.params, site.network.state_dict())
+        return FLModel(metrics=site.task.follow(site.evaluate(shared, local)))
 
     def _on_epoch(self, epoch: int, loss: float) -> None:
         if self.is_aborted():
@@ -473,10 +564,6 @@ class FedBNLearner(ModelLearner):
 def _report(model: FLModel) -> dict[str, Any]:
     report = (model.meta or {}).get(REPORT)
     return report if isinstance(report, dict) else {}
-
-
-def _present(**scores: Scores | None) -> dict[str, Scores]:
-    return {name: one for name, one in scores.items() if one is not None}
 
 
 def _followed(site: Site, parts: Mapping[str, Scores]) -> dict[str, float]:

@@ -82,8 +82,11 @@ def keep(
     fitting: dict[str, dict[str, torch.Tensor]] = {}
     for site, arrays in sorted(arrived.items()):
         try:
-            tensors = to_tensors(arrays or {})
-            own = {name.removeprefix(PREFIX): t for name, t in tensors.items() if PREFIX in name}
+            named = {str(name): array for name, array in (arrays or {}).items()}
+            own = to_tensors(
+                {name.removeprefix(PREFIX): a for name, a in named.items() if PREFIX in name},
+                expected,
+            )
             check_entries(own, expected, "its gamma and beta")
             if not all(bool(torch.isfinite(tensor).all()) for tensor in own.values()):
                 raise ValueError("its gamma and beta hold values that are not finite")

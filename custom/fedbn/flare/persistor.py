@@ -108,8 +108,8 @@ class SharedModelPersistor(ModelPersistor):
         """
         path = self.path(fl_ctx)
         experiment = self.experiment(fl_ctx)
-        weights = to_tensors(model[ModelLearnableKey.WEIGHTS])
         remembered, server_facts = self.server(fl_ctx).saved()
+        weights = to_tensors(model[ModelLearnableKey.WEIGHTS], remembered)
         facts = {
             "job": fl_ctx.get_job_id(),
             "round": fl_ctx.get_prop(AppConstants.CURRENT_ROUND),

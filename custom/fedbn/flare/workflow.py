@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
+from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import different_versions
 from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, versions
@@ -32,8 +34,12 @@ from fedbn.flare import new_sites
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
     ACCEPTED,
+    ALONE,
+    BEST,
     ERROR,
     FINAL,
+    FINETUNE,
+    JUDGE,
     PREFLIGHT,
     PREPARED,
     PURPOSE,
@@ -59,11 +65,14 @@ class FedBNWorkflow(ModelController):
     """Run the job's experiment over all connected sites.
 
     Before round 0 each site looks at its own data, network and folder (the preflight); a sentence
-    that one of them sends ends the job. In each round the shared entries go out, and the
-    round ends when all sites have answered, or ``grace_seconds`` after the quorum has, or at the
-    deadline. A contribution that is late, missing or refused costs only itself, as long as the
-    quorum is met. At the end every site scores the last shared weights with its own batch norm and
-    keeps its complete model.
+    that one of them sends ends the job. In each round the shared entries go out, and the round ends
+    when all sites have answered, at the deadline, or once the quorum has answered and nobody else
+    can be expected: a site that is still at work is given twice the time that its own rounds, or
+    its number of samples, tell, and ``grace_seconds``. A contribution that is late, missing or
+    refused costs only itself, as long as the quorum is met. At the end every site scores the run's
+    shared weights (those of the last or of the best round) with its own batch norm and keeps its
+    complete model; fine-tuning and training alone are tasks of their own, each with the deadline
+    of as many rounds as it takes.
 
     Parameters
     ----------
@@ -72,11 +81,12 @@ class FedBNWorkflow(ModelController):
         simulator with fewer threads than clients all are waited for in any case: they run one
         after another, and a site that has not begun yet would be counted as missing.
     round_seconds
-        Deadline of a round, and of the final scores.
+        Deadline of a round, and of the final scores; training alone has that of all rounds. Where
+        the simulator runs its clients one after another, each of them has it.
     preflight_seconds
         Deadline of the preflight.
     grace_seconds
-        How long to wait for the rest once the quorum is met, or once a preflight has failed.
+        How long to wait at least for the rest once the quorum is met, or a preflight has failed.
     aggregator_id, persistor_id
         Components of the job.
     """
@@ -119,6 +129,12 @@ class FedBNWorkflow(ModelController):
         self.prepared: set[str] = set()
         self.last_accepted: dict[str, int] = {}
         self.rounds: list[dict[str, Any]] = []
+        self.n_samples: dict[str, int] = {}
+        self.seconds_a_sample: dict[str, float] = {}
+        self.seconds_now: dict[str, float] = {}
+        self.silent: Counter[str] = Counter()
+        self.best: BestRound
+        self.best_model: tuple[list[Message], FLModel] | None = None
         self.model: FLModel | None = None
         self.written = False
 
@@ -152,6 +168,7 @@ class FedBNWorkflow(ModelController):
         except Exception as error:  # a file or a network that cannot be used: one sentence
             raise RunFailedError(str(error)) from error
         self.last_accepted = self.persistor.last_accepted(self.fl_ctx)
+        self.best = BestRound(self.experiment)
         self._name_sites()
         self._preflight()
         self.model = self.load_model()
@@ -160,6 +177,13 @@ class FedBNWorkflow(ModelController):
             self.model = self._round(number, self.model)
             if self.abort_signal.triggered:
                 return
+            if self.best.is_over:
+                self.info(f"the run ends: no better round since round {self.best.number}")
+                break
+        if self.experiment.judges_rounds:
+            self._judge_last(self.model)
+        if self.abort_signal.triggered:
+            return
         self._finish(self.model)
 
     def _name_sites(self) -> None:
@@ -207,7 +231,7 @@ class FedBNWorkflow(ModelController):
             return any(answer.get(ERROR) for answer in answers.values())
 
         started = time.monotonic()
-        self._ask(PREFLIGHT, None, self._reading(answers), self.preflight_seconds, failed)
+        self._ask(PREFLIGHT, None, self._reading(answers), failed)
         for answer in answers.values():
             if not answer.get(ERROR) and not isinstance(answer.get("signature"), dict):
                 answer[ERROR] = "its answer does not say what its store holds"
@@ -246,6 +270,9 @@ class FedBNWorkflow(ModelController):
             if differences := different_versions(versions(), facts["versions"]):
                 self.warning(f"{site} has other versions: {', '.join(differences)}")
         self.signature = answers[first_client]["signature"]
+        for client, answer in answers.items():
+            count = (answer.get("facts") or {}).get("n_train_samples")
+            self.n_samples[client] = count if isinstance(count, int) and count > 0 else 1
         self.willing = {c for c, answer in answers.items() if answer.get(SHARES_AFFINE) is True}
         self.prepared = set(answers)
         self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
@@ -258,22 +285,33 @@ class FedBNWorkflow(ModelController):
         self.aggregator.fl_ctx = self.fl_ctx
         self.aggregator.reset_stats()
         reports: dict[str, dict[str, Any]] = {}
+        answered: set[str] = set()
+        self.seconds_now = {}
 
         def collect(result: FLModel) -> bool:
             if not _report(result).get(ERROR):  # it has trained, so it has a state from now on
                 self.prepared.add(_client(result))
+            answered.add(_client(result))
             accepted = self.aggregator.accept_model(result)
             if accepted:
-                reports[_client(result)] = _report(result)
+                report = reports[_client(result)] = _report(result)
+                if (seconds := _number(report.get("seconds"))) is not None:
+                    of_sample = seconds / self.n_samples.get(_client(result), 1)
+                    self.seconds_now[_client(result)] = of_sample
             return accepted
 
         def enough() -> bool:
             return len(self.aggregator.accepted) >= self.quorum
 
-        self._ask(TRAIN, self._messages(), collect, self.round_seconds, enough, round_number=number)
+        messages = self._messages()
+        self._ask(TRAIN, messages, collect, enough, round_number=number)
         if self.abort_signal.triggered:
             return model
         record = self._record(number, reports, time.monotonic() - started)
+        self.seconds_a_sample |= self.seconds_now
+        self.silent.update(set(self.site_of_client) - answered)
+        if number:
+            self._judge(number - 1, record["sites"], messages, model)
         self.rounds.append(record)
         self.last_accepted |= dict.fromkeys(record["accepted"], number)
         if len(record["accepted"]) < self.quorum:
@@ -316,13 +354,56 @@ class FedBNWorkflow(ModelController):
             },
         }
 
-    def _finish(self, model: FLModel) -> None:
-        """Let every site score the last weights; write and print the results."""
+    def _judge(
+        self,
+        number: int,
+        judged: Mapping[str, Mapping[str, Any]],
+        messages: list[Message],
+        model: FLModel,
+    ) -> None:
+        """Judge the model that a round has ended with, by what sites scored before they trained.
+
+        `messages` are what the sites had received, `model` is what the server then held.
+        """
+        if not self.experiment.judges_rounds:
+            return
+        of_sites = {site: numbers.get(BEFORE_TRAINING) or {} for site, numbers in judged.items()}
+        if self.best.judge(number, of_sites) and self.experiment.best_round == "validation":
+            self.best_model = (messages, model)
+
+    def _judge_last(self, model: FLModel) -> None:
+        """Have the model of the last round judged, too, and take that of the best one."""
         answers: dict[str, dict[str, Any]] = {}
+        messages = self._messages()
+        self._ask(JUDGE, messages, self._reading(answers), self._enough(answers))
+        judged = {self.site_of_client[client]: answer for client, answer in answers.items()}
+        self._judge(self.rounds[-1]["round"], judged, messages, model)
+        if self.best_model is not None:
+            self.model = self.best_model[1]
+            self.save_model(self.model)
 
-        def enough() -> bool:
-            return sum(ERROR not in answer for answer in answers.values()) >= self.quorum
+    def _enough(self, answers: Mapping[str, Mapping[str, Any]]) -> Callable[[], bool]:
+        return lambda: sum(ERROR not in answer for answer in answers.values()) >= self.quorum
 
+    def _final_messages(self) -> list[Message]:
+        return self._messages() if self.best_model is None else self.best_model[0]
+
+    def _also(self, purpose: str, messages: list[Message] | None) -> dict[str, dict[str, Any]]:
+        """Have every site do a work that is scored beside the run; a failure costs it alone."""
+        answers: dict[str, dict[str, Any]] = {}
+        self._ask(purpose, messages, self._reading(answers), self._enough(answers))
+        found = {}
+        for client, site in sorted(self.site_of_client.items()):
+            answer = answers.get(client) or {ERROR: "no answer in time"}
+            if answer.get(ERROR) or not isinstance(answer.get("results"), dict):
+                self.error(f"{site} is not scored in {purpose}: {answer.get(ERROR)}")
+            else:
+                found[client] = answer["results"]
+        return found
+
+    def _finish(self, model: FLModel) -> None:
+        """Let every site score the run's weights; write and print the results."""
+        answers: dict[str, dict[str, Any]] = {}
         affine: dict[str, Mapping[str, Any] | None] = {}
         asked = self.willing if len(self.willing) >= MIN_WILLING_SITES else set()
         read = self._reading(answers)
@@ -333,11 +414,23 @@ class FedBNWorkflow(ModelController):
             return read(result)
 
         told = {SEND_AFFINE: bool(asked)}
-        self._ask(FINAL, self._messages(), collect, self.round_seconds, enough, told=told)
+        self._ask(FINAL, self._final_messages(), collect, self._enough(answers), told=told)
         if self.abort_signal.triggered:
             return
+        further: list[dict[str, dict[str, Any]]] = []
+        if self.experiment.finetune:
+            further.append(self._also(FINETUNE, self._final_messages()))
+        if self.experiment.compare_with_alone:
+            further.append(self._also(ALONE, None))
+        if self.abort_signal.triggered:
+            return
+        for of_clients in further:
+            for client, found in of_clients.items():
+                if isinstance(answers.get(client, {}).get("results"), dict):
+                    answers[client]["results"] |= found
         self._keep_affine(affine)
-        shared: dict[str, torch.Tensor] = to_tensors(model.params)
+        assert self.model is not None
+        shared = self._tensors(self.model)
         reports, failed = {}, {}
         for client, answer in sorted(answers.items()):
             site = self.site_of_client[client]
@@ -356,7 +449,7 @@ class FedBNWorkflow(ModelController):
             else:
                 reports[site] = report
         not_scored = failed | {
-            site: f"no answer within {self.round_seconds} s"
+            site: f"no answer within {self._deadline(FINAL)} s"
             for site in self.site_of_client.values()
             if site not in reports and site not in failed
         }
@@ -376,6 +469,7 @@ class FedBNWorkflow(ModelController):
             transport="NVFlare",
             not_scored=not_scored,
             signature=self.signature,
+            **({"best_round": self._best_facts(answers)} if self.experiment.judges_rounds else {}),
             **outcome,
         )
         folder = Path(self.get_run_dir())
@@ -388,6 +482,10 @@ class FedBNWorkflow(ModelController):
         self.written = True
         if "reason" in outcome:
             raise RunFailedError(outcome["reason"])
+
+    def _tensors(self, model: FLModel) -> dict[str, torch.Tensor]:
+        assert isinstance(self.persistor, SharedModelPersistor)
+        return to_tensors(model.params, self.persistor.server(self.fl_ctx).state())
 
     def _keep_affine(self, affine: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Save what hospitals that join later start from, beside the global model."""
@@ -416,7 +514,7 @@ class FedBNWorkflow(ModelController):
             self.experiment,
             {},
             self.rounds,
-            to_tensors(self.model.params),
+            self._tensors(self.model),
             job=self.fl_ctx.get_job_id(),
             transport="NVFlare",
             not_scored={},
@@ -433,8 +531,7 @@ class FedBNWorkflow(ModelController):
         purpose: str,
         messages: Sequence[Message] | None,
         callback: Callable[[FLModel], bool],
-        seconds: int,
-        enough: Callable[[], bool] | None = None,
+        enough: Callable[[], bool],
         *,
         round_number: int = 0,
         told: Mapping[str, Any] | None = None,
@@ -443,10 +540,18 @@ class FedBNWorkflow(ModelController):
 
         Sites of one group receive the same arrays; without messages, all receive no arrays.
 
-        With ``enough``, the wait also ends ``grace_seconds`` after it has become true. FLARE's own
-        count of answers would start the grace with answers that are errors.
+        Once ``enough`` is true, the wait is for those alone that can be expected, see
+        :meth:`_expected`. FLARE's own count of answers would start the grace with errors.
         """
-        self._callback = callback
+        answered: set[str] = set()
+
+        def heard(result: FLModel) -> bool:
+            answered.add(_client(result))
+            return callback(result)
+
+        self._callback = heard
+        started = time.monotonic()
+        seconds = self._deadline(purpose)
         if messages is None:
             messages = [(list(self.site_of_client), None)]
         for clients, params in messages:
@@ -461,6 +566,7 @@ class FedBNWorkflow(ModelController):
                         PURPOSE: purpose,
                         PREPARED: sorted(self.prepared),
                         ACCEPTED: dict(self.last_accepted),
+                        BEST: self.best.number,
                         **(told or {}),
                     }
                 },
@@ -474,18 +580,59 @@ class FedBNWorkflow(ModelController):
                 min_responses=len(clients),
                 timeout=seconds,
                 blocking=False,
-                callback=callback,
+                callback=heard,
             )
         enough_since: float | None = None
         while self.get_num_standing_tasks():
             if self.abort_signal.triggered:
                 self.cancel_all_tasks()
                 return
-            if enough is not None and enough_since is None and enough():
-                enough_since = time.monotonic()
-            if enough_since is not None and time.monotonic() - enough_since >= self.grace_seconds:
-                self.cancel_all_tasks()
+            now = time.monotonic()
+            if enough_since is None and enough():
+                enough_since = now
+            if enough_since is not None:
+                late = set(self.site_of_client) - answered
+                until = max([enough_since, *(started + self._expected(purpose, c) for c in late)])
+                if now >= until + self.grace_seconds:
+                    self.cancel_all_tasks()
             time.sleep(self._task_check_period)
+
+    def _deadline(self, purpose: str) -> int:
+        """Return the most seconds that a task may take, at all sites together."""
+        experiment = self.experiment
+        seconds = self.preflight_seconds if purpose == PREFLIGHT else self.round_seconds
+        seconds *= self._as_many_rounds(purpose)
+        if purpose == FINETUNE and experiment.finetune:
+            seconds *= -(-experiment.finetune.epochs // experiment.training.local_epochs)
+        return seconds * (len(self.site_of_client) if self._one_after_another() else 1)
+
+    def _as_many_rounds(self, purpose: str) -> int:
+        return self.experiment.rounds if purpose == ALONE else 1
+
+    def _expected(self, purpose: str, client: str) -> float:
+        """Return how many seconds a site may take, by what its own rounds or its size tell.
+
+        A quorum of quick answers would otherwise leave out the largest hospital, round by round.
+        Twice what it took last; of a site that has not answered yet four times what others took
+        for as many samples, then eight and sixteen times, and from the fourth round on nothing.
+        """
+        known = {**self.seconds_a_sample, **self.seconds_now}
+        if purpose == PREFLIGHT or not known:
+            return 0.0
+        factor = 2.0
+        if client not in self.seconds_a_sample:
+            factor = 4.0 * 2 ** self.silent[client] if self.silent[client] < 3 else 0.0
+        usual = self.seconds_a_sample.get(client, max(known.values()))
+        return factor * usual * self.n_samples.get(client, 1) * self._as_many_rounds(purpose)
+
+    def _best_facts(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        found = self.best.facts()
+        if self.experiment.best_round == "site_validation":
+            found["sites"] = {
+                self.site_of_client[client]: _number(answer.get(BEST))
+                for client, answer in answers.items()
+            }
+        return found
 
     def _messages(self) -> list[Message]:
         return self.aggregator.messages(list(self.site_of_client))

@@ -224,7 +224,8 @@ def predict(
     finally:
         for module in training:
             module.training = True
-    if not isinstance(outputs[0], torch.Tensor) or outputs[0].ndim != 2:
+    one = outputs[0]
+    if not isinstance(one, torch.Tensor) or one.ndim != 2 or one.is_complex():
         raise ValueError("prediction needs a network that gives logits (n, n_classes)")
     logits = torch.cat(outputs).cpu().double()
     if not bool(torch.isfinite(logits).all()):

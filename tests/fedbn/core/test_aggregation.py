@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn.core.aggregation import LARGEST_ADDEND, ContributionError, WeightedMean
+from fedbn.core.normalization import AVERAGED
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 SUBNORMAL = 2.0**-149
@@ -88,11 +89,12 @@ def test_one_site_gets_its_own_bits_back():
         assert torch.equal(mean_of([({"w": values}, weight)], {"w": values})["w"], values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", AVERAGED)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4)])
 def test_every_float_dtype_and_shape_comes_back_as_it_went(dtype, shape):
     generator = torch.Generator().manual_seed(1)
-    sites = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    sites = [torch.randn(shape, generator=generator, dtype=wide).to(dtype) for _ in range(3)]
     weights = [3, 1, 7]
     contributions = [({"w": t}, w) for t, w in zip(sites, weights, strict=True)]
     results = [
@@ -102,8 +104,25 @@ def test_every_float_dtype_and_shape_comes_back_as_it_went(dtype, shape):
     assert results[0].shape == shape
     assert results[0].dtype == dtype
     assert len({bits(result) for result in results}) == 1
-    exact = sum(t.double() * w for t, w in zip(sites, weights, strict=True)) / 11
-    torch.testing.assert_close(results[0].double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
+    exact = sum(t.to(wide) * w for t, w in zip(sites, weights, strict=True)) / 11
+    tolerance = torch.finfo(dtype).eps * (1 + dtype.is_complex)
+    torch.testing.assert_close(results[0].to(wide), exact, rtol=tolerance, atol=0)
+
+
+def test_the_parts_of_a_complex_number_are_averaged_apart():
+    like = {"w": torch.zeros(1, dtype=torch.complex64)}
+    sites = [torch.tensor([1 + 1e30j]), torch.tensor([3 + 1j]).conj(), torch.tensor([2 - 1e30j])]
+    result = mean_of([({"w": site}, 1) for site in sites], like)["w"]
+    assert result[0] == complex(2, np.float32(-1 / 3))
+
+
+@pytest.mark.parametrize("value", [complex(0, math.nan), complex(math.inf, 0)])
+def test_a_complex_number_that_is_not_finite_is_refused(value):
+    like = {"w": torch.zeros(1, dtype=torch.complex64)}
+    with pytest.raises(
+        ContributionError, match="entry 'w' holds 1 values of 1 that are not finite"
+    ):
+        mean_of([({"w": torch.tensor([value])}, 1)], like)
 
 
 def test_tensors_that_are_not_contiguous_or_need_gradients_are_averaged_by_index():

@@ -36,6 +36,16 @@ def test_the_update_by_hand():
     assert new["w"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_the_update_has_the_dtype_of_its_entry(dtype):
+    factor = 1 - 2j if dtype.is_complex else 1
+    own, server, received, trained = (
+        {"w": torch.tensor([value * factor]).to(dtype)} for value in (0.5, 0.25, 3.0, 2.0)
+    )
+    new = control_variates.updated(own, server, received, trained, n_steps=4, learning_rate=0.125)
+    assert torch.equal(new["w"], torch.tensor([2.25 * factor]).to(dtype))
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_an_update_that_is_not_finite_is_refused(broken):
     with pytest.raises(FloatingPointError, match=r"entry 'w' is not finite after 2 steps; lower"):

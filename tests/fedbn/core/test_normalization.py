@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,9 +8,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from fedbn.core.normalization import (
+    AVERAGED,
     POLICIES,
     NoBatchNormError,
     StateMismatchError,
+    bits,
     check_entries,
     entries,
     load_entries,
@@ -282,6 +285,45 @@ def test_integers_are_never_shared(policy):
     assert "scale" in partition.shared
     assert all(model.state_dict()[name].is_floating_point() for name in partition.shared)
     assert_is_partition(model, partition)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", AVERAGED)
+def test_floating_entries_of_every_width_are_shared_and_those_of_batch_norm_stay(policy, dtype):
+    """An entry without elements is an entry."""
+    model = small()
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(dtype))
+    model.register_buffer("scale", torch.ones(2, dtype=dtype))
+    model.register_buffer("nothing", torch.zeros(0, 3, dtype=dtype).t())
+    model[1].running_mean = torch.zeros(4, dtype=dtype)
+    partition = split(model, policy)
+    assert {"0.weight", "scale", "nothing"} <= set(partition.shared)
+    assert ("1.running_mean" in partition.local) == (policy != "none")
+    assert_is_partition(model, partition)
+    shared = entries(model, partition.shared)
+    load_entries(model, shared, entries(model, partition.local))
+    assert {name: bits(tensor) for name, tensor in shared.items()}["nothing"] == b""
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.zeros(2).to(torch.float8_e4m3fn), "is torch.float8_e4m3fn; an entry .*bfloat16"),
+        (torch.zeros(2).to_sparse(), "is torch.sparse_coo; an entry to be federated is dense"),
+    ],
+)
+def test_what_cannot_be_averaged_exactly_is_refused_by_name(value, reason):
+    model = small()
+    model.register_buffer("scale", value)
+    with pytest.raises(ValueError, match=f"entry 'scale' of Sequential {reason}"):
+        split(model)
+
+
+def test_a_conjugate_is_copied_as_the_numbers_that_it_stands_for():
+    model = small()
+    model.register_buffer("wave", torch.tensor([1 + 2j]).conj())
+    (copy,) = entries(model, ["wave"]).values()
+    assert bits(copy) == np.complex64(1 - 2j).tobytes()
 
 
 def test_tied_modules_are_local_under_each_name():

@@ -13,7 +13,7 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from fedbn.flare.aggregator import FedBNAggregator
-from fedbn.flare.job import ACCEPTED, PREPARED, PURPOSE, REPORT
+from fedbn.flare.job import ACCEPTED, BEST, PREPARED, PURPOSE, REPORT
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow
@@ -125,7 +125,7 @@ class Client:
         (folder,) = Path(self.learner.workspace_root).glob(f"fedbn_sites/{self.learner.job_id}/*")
         return folder
 
-    def ask(self, purpose, params=None, number=0, prepared=(), accepted=None):
+    def ask(self, purpose, params=None, number=0, prepared=(), accepted=None, best=None):
         """Send one task, and return the report of the answer and the answer."""
         message = FLModel(
             params_type=None if params is None else ParamsType.FULL,
@@ -137,6 +137,7 @@ class Client:
                     PURPOSE: purpose,
                     "prepared": list(prepared),
                     "last accepted": accepted or {},
+                    BEST: best,
                 }
             },
         )
@@ -198,7 +199,8 @@ def good_client(make_client, experiment, write_store, data_root):
         def answer(purpose, data):
             report = data.meta[REPORT]
             prepared, accepted = report[PREPARED], report[ACCEPTED]
-            return client.ask(purpose, data.params, data.current_round, prepared, accepted)[1]
+            told = (prepared, accepted, report[BEST])
+            return client.ask(purpose, data.params, data.current_round, *told)[1]
 
         answer.client = client
         return answer

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -12,12 +13,16 @@ from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.decomposers import common_decomposers
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.fuel.utils import fobs
 
 from fedbn.core.aggregation import ContributionError
+from fedbn.core.control_variates import PREFIX
+from fedbn.core.normalization import AVERAGED
 from fedbn.federation.site import make_network
 from fedbn.flare.aggregator import FedBNAggregator
-from fedbn.flare.job import REPORT, to_arrays
+from fedbn.flare.job import REPORT, to_arrays, to_tensors
 
 NAME = "classifier.weight"
 
@@ -68,6 +73,66 @@ def test_equal_weights_do_not_look_at_the_number_of_samples(aggregator, shared):
     assert mean.params_type == ParamsType.FULL
     assert mean.meta == {"nr_aggregated": 2}
     assert np.allclose(mean.params[NAME], 1.5 * shared()[NAME], rtol=1e-6)
+
+
+def test_entries_of_every_dtype_travel_as_flare_sends_them():
+    """FLARE's own bytes of a message; NumPy knows no bfloat16."""
+    common_decomposers.register()
+    tensors = {
+        str(dtype): torch.tensor([[0.1, -3.0], [1e-3, 7.0]]).to(dtype).t() for dtype in AVERAGED
+    }
+    tensors |= {"none": torch.zeros(0), "rows": torch.zeros(0, 3).t(), "one": torch.tensor(0.1)}
+    tensors[f"{PREFIX}none"] = torch.zeros(1, dtype=torch.bfloat16)
+    like = {**tensors, "none": torch.zeros(0, dtype=torch.bfloat16)}
+    del like[f"{PREFIX}none"]
+    arrived = to_tensors(fobs.loads(fobs.dumps(to_arrays(tensors))), like)
+    tensors["none"] = tensors["none"].bfloat16()
+    assert list(arrived) == list(tensors)
+    for name, tensor in tensors.items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.mark.parametrize("sent", [np.float32, np.float64])
+@pytest.mark.parametrize("network", ["BFloat16", "Complex64", "Float16"])
+def test_differences_of_every_dtype_are_added_to_the_bit(
+    make_aggregator, monkeypatch, network, sent
+):
+    """A site's filter makes the differences of what it has received and what it would send."""
+    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", f"odd_networks.{network}")
+    aggregator = make_aggregator(network={"name": f"odd_networks.{network}"})
+    ((_, received),) = aggregator.messages(["NYU"])
+    wide = {name: array.astype(np.result_type(array, sent)) for name, array in received.items()}
+    trained = to_tensors(
+        {name: array * 1.25 for name, array in received.items()}, known(aggregator)
+    )
+    differences = {name: array - wide[name] for name, array in to_arrays(trained).items()}
+    model = FLModel(params_type=ParamsType.DIFF, params=differences, meta={"client_name": "NYU"})
+    assert aggregator.accept_model(model), aggregator.refused
+    mean = to_tensors(aggregator.aggregate_model().params, known(aggregator))
+    for name, tensor in trained.items():
+        torch.testing.assert_close(mean[name], tensor, rtol=torch.finfo(tensor.dtype).eps, atol=0)
+        assert tensor.dtype != torch.bfloat16 or torch.equal(mean[name], tensor)
+
+
+def known(aggregator):
+    return aggregator._find_server().message("NYU")
+
+
+@pytest.mark.parametrize("network", ["Complex64", "BFloat16"])
+def test_an_entry_of_another_dtype_is_refused(make_aggregator, monkeypatch, network):
+    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", f"odd_networks.{network}")
+    aggregator = make_aggregator(network={"name": f"odd_networks.{network}"})
+    ((_, params),) = aggregator.messages(["NYU"])
+    for kind in (ParamsType.FULL, ParamsType.DIFF):
+        for name in [name for name in params if name.startswith("inner")]:
+            for wrong in (np.complex128, np.int32) if network == "BFloat16" else (np.float32,):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+                    changed = {**params, name: params[name].astype(wrong)}
+                model = FLModel(params_type=kind, params=changed, meta={"client_name": "NYU"})
+                assert not aggregator.accept_model(model)
+                assert f"entry '{name}' is" in aggregator.refused["NYU"]
 
 
 def test_weights_by_samples(make_aggregator, shared):
