@@ -148,6 +148,13 @@ def test_shared_entries_that_look_like_statistics_are_told_of(commands, caplog):
     assert doubt not in ran.output + caplog.text + str(found)
 
 
+def test_statistics_that_cannot_be_recomputed_are_told_before_round_0(commands):
+    own = {"batch_norm_types": ("odd_networks.OwnNorm",), "statistics": "recomputed"}
+    panics, ran, found = commands("OwnBesideStock", **own)
+    for said in (panics[0], ran.output, dict(found)[FAILED]):
+        assert "layer 'own' is a OwnNorm, which is none of PyTorch's batch norms" in said
+
+
 def test_a_job_that_names_a_class_which_no_module_has_is_refused(commands):
     panics, ran, found = commands("OwnBesideStock", batch_norm_types=("odd_networks.Net2",))
     for said in (panics[0], ran.output, dict(found)[FAILED]):
