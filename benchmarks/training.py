@@ -29,9 +29,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from fedbn.core.batches import TensorSamples
 from fedbn.core.networks import build_network
 from fedbn.core.training import TrainingSettings, derive_seed, train_epochs
 from fedbn.tasks.connectome.network import ConnectomeMLP, PackedDropout
+from fedbn.tasks.connectome.task import ConnectomeTask
 
 SEED = 0
 RANDOM_SHAPE = (1300, 6105)
@@ -102,6 +104,15 @@ def train_as_peer(
             optimizer.step()
 
 
+def train_as_site(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, settings: TrainingSettings
+) -> None:
+    """Train as a site does in a round."""
+    samples = TensorSamples(inputs, targets)
+    loss = ConnectomeTask().loss(settings, samples)
+    train_epochs(model, samples, settings, seed=SEED, loss=loss)
+
+
 def _compare(
     inputs: torch.Tensor, targets: torch.Tensor, settings: TrainingSettings, p: float, repeats: int
 ) -> tuple[float, float, float, float]:
@@ -112,7 +123,7 @@ def _compare(
         ours = build_network("ConnectomeMLP", args, SEED)
         peer = _with_stock_dropout(build_network("ConnectomeMLP", args, SEED))
         runs: list[Callable[[], object]] = [
-            lambda ours=ours: train_epochs(ours, inputs, targets, settings, seed=SEED),
+            lambda ours=ours: train_as_site(ours, inputs, targets, settings),
             lambda peer=peer: train_as_peer(peer, inputs, targets, settings),
         ]
         for k in (0, 1) if repeat % 2 else (1, 0):

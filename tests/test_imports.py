@@ -130,6 +130,35 @@ def test_no_module_imports_itself_round_a_circle():
     assert sorted(needs) == []
 
 
+def defined_in(path):
+    """Return the names that a module has at its top level, and those of a package's modules."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    if path.name == "__init__.py":
+        names |= {one.stem for one in path.parent.iterdir()}
+    return names
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "benchmarks").glob("*.py"))], ids=named)
+def test_what_is_imported_is_there(path):
+    """An import inside of a function would otherwise fail only when somebody gets there."""
+    modules = {module_name(file): file for file in FILES}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
+            "fedbn",
+            "data_prep",
+        ):
+            assert node.module in modules
+            missing = {alias.name for alias in node.names} - defined_in(modules[node.module])
+            assert missing == set(), node.module
+
+
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -158,12 +187,16 @@ def test_training_in_a_fresh_process_does_not_import_the_compiler():
     """The first optimiser object of PyTorch imports it, which costs 1.5 s in each FLARE task."""
     code = """
 import sys, torch
-from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.core.batches import TensorSamples
 from fedbn.core.training import TrainingSettings, train_epochs
+from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.tasks.connectome.task import ConnectomeTask
 model = ConnectomeMLP(in_features=6)
+samples = TensorSamples(torch.randn(8, 6), torch.arange(8) % 2)
 for name in ("sgd", "adam", "adamw"):
     settings = TrainingSettings(optimizer=name)
-    train_epochs(model, torch.randn(8, 6), torch.arange(8) % 2, settings, seed=0)
+    loss = ConnectomeTask().loss(settings, samples)
+    train_epochs(model, samples, settings, seed=0, loss=loss)
 print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

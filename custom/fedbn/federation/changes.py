@@ -128,7 +128,7 @@ def parse_network(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ExperimentError(
             f"network {text!r}: its arguments are not JSON ({error}); write them as in "
-            "'ConnectomeMLP:{\"hidden\": [16, 16]}'"
+            "'MLP:{\"hidden\": [16, 16]}'"
         ) from error
     name = name.strip()
     if not name.endswith(":"):

@@ -8,6 +8,7 @@ seed or a learning rate.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -152,6 +154,10 @@ class ContinuesSettings(_Settings):
     workspace: str | None = None
 
 
+def _task(value: Any, info: ValidationInfo) -> Task:
+    return make_task(value, (info.context or {}).get("allow_tasks"))
+
+
 class Experiment(_Settings):
     """Everything that decides the numbers of one run.
 
@@ -175,6 +181,10 @@ class Experiment(_Settings):
     finetune
         Further local epochs after the last round, scored beside the federated model; none if
         ``None``.
+    statistics
+        Batch norm's mean and variance in the model that is scored and kept at the end:
+        ``"running"``, the averages of the last training, or ``"recomputed"`` by one pass over the
+        site's own training samples (PreciseBN; Wu and Johnson, 2021).
     aggregation_weights
         ``"equal"``: every site counts the same (the FedBN paper's choice). ``"samples"``: by the
         number of training samples.
@@ -207,7 +217,7 @@ class Experiment(_Settings):
     """
 
     name: str = "experiment"
-    task: Annotated[SerializeAsAny[Task], BeforeValidator(make_task)]
+    task: Annotated[SerializeAsAny[Task], BeforeValidator(_task)]
     sites: tuple[SiteName, ...]
     network: NetworkSettings
     policy: Policy = "fedbn"
@@ -215,6 +225,7 @@ class Experiment(_Settings):
     training: TrainingSettings = TrainingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     finetune: FinetuneSettings | None = None
+    statistics: Literal["running", "recomputed"] = "running"
     aggregation_weights: Literal["equal", "samples"] = "equal"
     training_share: float | dict[SiteName, float] = 1.0
     n_folds: int = Field(default=5, ge=2, strict=True)
@@ -352,8 +363,15 @@ class Experiment(_Settings):
         return validated({**self.model_dump(), **changes}, "the experiment")
 
 
-def read_experiment(path: Path) -> Experiment:
+def read_experiment(path: Path, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Read and validate an experiment file; a job folder is accepted for its experiment.
+
+    Parameters
+    ----------
+    path
+        The file, or the folder.
+    allow_tasks
+        As in :func:`fedbn.tasks.registry.make_task`.
 
     Raises
     ------
@@ -375,10 +393,10 @@ def read_experiment(path: Path) -> Experiment:
     required = content.get("fedbn_version") if isinstance(content, dict) else None
     if isinstance(required, str) and is_specifier(required):
         check_version(required)  # before the fields: another version has others
-    return validated(content, str(path))
+    return validated(content, str(path), allow_tasks)
 
 
-def validated(content: Any, where: str) -> Experiment:
+def validated(content: Any, where: str, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Validate the content of an experiment file, or what a run has kept of it.
 
     Raises
@@ -387,6 +405,6 @@ def validated(content: Any, where: str) -> Experiment:
         `where`, and the first field that is wrong and why.
     """
     try:
-        return Experiment.model_validate(content)
+        return Experiment.model_validate(content, context={"allow_tasks": allow_tasks})
     except ValidationError as error:
         raise ExperimentError(f"{where}: {fault(error, content, Experiment)}") from error

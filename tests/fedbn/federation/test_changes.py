@@ -145,7 +145,7 @@ def test_a_network_as_it_is_typed(text, name, args):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("ConnectomeMLP:{hidden: 3}", "its arguments are not JSON .* write them as in 'Connectome"),
+        ("ConnectomeMLP:{hidden: 3}", "its arguments are not JSON .* write them as in 'MLP"),
         ('ConnectomeMLP{"hidden": [3]}', "put a colon between its name and its arguments"),
     ],
 )
