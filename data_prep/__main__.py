@@ -20,6 +20,7 @@ from data_prep.compatibility import check_compatible
 from data_prep.errors import StoreError, TooSmallError
 from data_prep.files import file_checksum
 from data_prep.folds import assign_folds
+from data_prep.heart import heart
 from data_prep.images.command import check_image_stores, images, synthetic_images
 from data_prep.images.store import is_image_store
 from data_prep.images.synthetic import SCANNERS, Cohort
@@ -64,8 +65,8 @@ app = typer.Typer(
 EXPLAINED = {"allow_extra_args": True}  # what the shell made of a pattern, to explain it
 
 app.command(context_settings=EXPLAINED)(images)
-for paper_command in COMMANDS:
-    app.command()(paper_command)
+for command in (*COMMANDS, heart):
+    app.command()(command)
 
 #: Folds that a site must allow, to be worth training on; as `check` asks for.
 USUAL_FOLDS = 5

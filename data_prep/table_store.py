@@ -11,6 +11,7 @@ library only.
 """
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -22,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.errors import StoreError, some_of
-from data_prep.files import atomic_file, file_checksum
+from data_prep.errors import SourceError, StoreError, some_of
+from data_prep.files import atomic_file
 from data_prep.store_folder import DESCRIPTION
+from data_prep.tables import read_table
 from data_prep.units import Unit
 
 __all__ = [
@@ -52,10 +54,10 @@ class TableStore:
         The csv file.
     site : str
         Name of the site.
-    columns : tuple of str
-        Header, without the participant.
-    rows : tuple of tuple of str or None
-        Cells in the order of `columns`, None where missing.
+    cells : mapping
+        Column to its cells, None where missing; the participant is no column.
+    lines : tuple of int
+        Line of the file that each row is.
     ids : tuple of str
         Participant of each row; ``row-N`` (N: line of the file) where the table names none.
     target : str
@@ -66,17 +68,20 @@ class TableStore:
         Whether the participants are made up.
     checksum : str
         SHA-256 of the file.
+    made : dict
+        What was made of the cells before, by the names of the features.
     """
 
     place: Path
     site: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str | None, ...], ...] = field(repr=False)
+    cells: Mapping[str, list[str | None]] = field(repr=False)
+    lines: tuple[int, ...] = field(repr=False)
     ids: tuple[str, ...] = field(repr=False)
     target: str
     classes: Mapping[str, Sequence[str]]
     synthetic: bool
     checksum: str
+    made: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -110,10 +115,7 @@ class TableStore:
 
     def column(self, name: str) -> list[str | None]:
         """Return the cells of a column; all missing where the site does not have it."""
-        if name not in self.columns:
-            return [None] * len(self.rows)
-        place = self.columns.index(name)
-        return [row[place] for row in self.rows]
+        return self.cells.get(name) or [None] * len(self.lines)
 
     def require_classes(self) -> None:
         """See that every row's class is known, as training needs it.
@@ -123,21 +125,21 @@ class TableStore:
         StoreError
             With the first row where it is missing.
         """
-        if self.target not in self.columns:
+        if self.target not in self.cells:
             raise StoreError(
                 f"site {self.site!r}: {self.place} has no column {self.target!r}, which is to be "
-                f"learned; it has {some_of(self.columns, 20)}"
+                f"learned; it has {some_of(list(self.cells), 20)}"
             )
         if (missing := np.flatnonzero(self.labels < 0)).size:
             known = [cell for cells in self.classes.values() for cell in cells]
             raise self.cell_error(int(missing[0]), self.target, f"give one of {some_of(known, 20)}")
 
     def cell_error(self, row: int, column: str, to_do: str) -> StoreError:
-        """Return the error for a cell of a store that is the whole file; `row` counts from 0."""
+        """Return the error for a cell; `row` counts from 0."""
         cell, where = self.column(column)[row], f"site {self.site!r}: {column!r}"
         is_what = "is missing" if cell is None else f"is {cell!r}"
         return StoreError(
-            f"{where} {is_what} in row {row + 2} of {self.place}; {to_do}",
+            f"{where} {is_what} in row {self.lines[row]} of {self.place}; {to_do}",
             f"{where} has a cell that cannot be used, its row is in the site's own log; {to_do}",
         )
 
@@ -162,8 +164,10 @@ class TableStore:
         chosen = np.flatnonzero(np.isin(self.owners, units))
         return replace(
             self,
-            rows=tuple(self.rows[k] for k in chosen),
+            cells={name: [column[k] for k in chosen] for name, column in self.cells.items()},
+            lines=tuple(self.lines[k] for k in chosen),
             ids=tuple(self.ids[k] for k in chosen),
+            made={},
         )
 
 
@@ -190,37 +194,32 @@ def read_table_store(
     """
     file = Path(place) / TABLE if Path(place).is_dir() else Path(place)
     try:
-        checksum = file_checksum(file)
-        with file.open(newline="", encoding="utf-8-sig") as text:
-            lines = list(csv.reader(text, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        content = file.read_bytes()
+        table = read_table(file, "table", content=content)
+    except OSError as error:
         raise StoreError(f"site {site!r}: cannot read the table {file}: {error}") from error
-    while lines and not any(lines[-1]):
-        lines.pop()
-    if len(lines) < 2:
+    except SourceError as error:
+        raise StoreError(f"site {site!r}: {error}") from error
+    rows = [(line, fields) for line, fields in table.rows if any(fields)]
+    named = list(filter(None, table.columns))
+    if twice := [name for k, name in enumerate(named) if name in named[:k]]:
+        raise StoreError(f"site {site!r}: {file} has the column {twice[0]!r} twice")
+    if not rows:
         raise StoreError(f"site {site!r}: {file} holds no row below its header")
-    header = _header(site, file, lines[0])
-    for number, line in enumerate(lines[1:], start=2):
-        if len(line) != len(header):
-            raise StoreError(
-                f"site {site!r}: row {number} of {file} has {len(line)} cells, but there are "
-                f"{len(header)} columns"
-            )
-    own = header.index(PARTICIPANT) if PARTICIPANT in header else None
-    cells = [[_cell(value) for value in line] for line in lines[1:]]
+    lines, fields = zip(*rows, strict=True)
+    columns = zip(table.columns, zip(*fields, strict=True), strict=True)
+    cells = {name: list(map(_cell, column)) for name, column in columns if name}
+    ids = cells.pop(PARTICIPANT, [None] * len(lines))
     store = TableStore(
         place=file,
         site=site,
-        columns=tuple(name for name in header if name != PARTICIPANT),
-        rows=tuple(tuple(v for k, v in enumerate(line) if k != own) for line in cells),
-        ids=tuple(
-            str((own is not None and line[own]) or f"row-{number}")
-            for number, line in enumerate(cells, start=2)
-        ),
+        cells=cells,
+        lines=lines,
+        ids=tuple(name or f"row-{line}" for name, line in zip(ids, lines, strict=True)),
         target=target,
         classes=classes,
         synthetic=_synthetic(site, file),
-        checksum=checksum,
+        checksum=hashlib.sha256(content).hexdigest(),
     )
     _check_classes(store)
     return store
@@ -242,18 +241,6 @@ def plain(cell: str) -> str:
 def _cell(text: str) -> str | None:
     text = text.strip()
     return None if text.lower() in MISSING_CELLS else text
-
-
-def _header(site: str, file: Path, line: Sequence[str]) -> list[str]:
-    header = [name.strip() for name in line]
-    wrong = [f"the column {name!r} twice" for k, name in enumerate(header) if name in header[:k]]
-    if "" in header:
-        wrong = [f"a column without a name, number {header.index('') + 1}"]
-    if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
-        wrong = [f"one column, {header[0]!r}; separate columns by commas"]
-    if wrong:
-        raise StoreError(f"site {site!r}: {file} has {wrong[0]}")
-    return header
 
 
 def _check_classes(store: TableStore) -> None:

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from data_prep.__main__ import app
 from data_prep.errors import SourceError
 from data_prep.heart import HEART_COLUMNS, HEART_SITES, prepare_heart
 from data_prep.table_store import read_table_store
@@ -36,7 +38,7 @@ def rows_of(file):
 
 
 def test_cells_stay_as_they_are_published(source, tmp_path):
-    assert prepare_heart(source, tmp_path / "out") == dict.fromkeys(HEART_SITES, 2)
+    assert prepare_heart(source, tmp_path / "out") == dict.fromkeys(HEART_SITES, (2, 0))
     first = rows_of(tmp_path / "out" / "Hungarian" / "table.csv")[0]
     assert list(first.values()) == LINE.split(",")
     assert tuple(first) == HEART_COLUMNS
@@ -56,23 +58,53 @@ def test_zero_where_it_is_no_measurement_becomes_missing(source, tmp_path, zero)
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "site 'Switzerland': cannot read .*switzerland.data.*No such file"),
+        (None, "site 'Switzerland': .*switzerland.data is not a file"),
         ("1,2,3\n", "site 'Switzerland': line 1 of .*data has 3 columns, expected 14"),
-        (f"{LINE}\n\n", "site 'Switzerland': line 2 of .*data has 1 columns, expected 14"),
-        ("größe\n", "site 'Switzerland': cannot read .*ascii"),
+        (f"{LINE}\n\n{LINE}", "site 'Switzerland': line 2 of .*data has 1 columns, expected 14"),
+        (b"\xff", "site 'Switzerland': .*switzerland.data is not UTF-8"),
         ("", "site 'Switzerland': .*switzerland.data is empty"),
     ],
 )
 def test_a_wrong_file_is_named_and_nothing_is_written(source, tmp_path, content, sentence):
     file = source / HEART_SITES["Switzerland"]
-    file.unlink() if content is None else file.write_text(content)
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SourceError, match=sentence):
         prepare_heart(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+def test_another_table_is_not_replaced(source, tmp_path):
+    table = tmp_path / "out" / "LongBeach" / "table.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text("age,outcome\n1,2\n")
+    with pytest.raises(SourceError, match=r"LongBeach/table.csv is another table; name another"):
+        prepare_heart(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["LongBeach"]
+    table.unlink()
+    for _ in range(2):  # a table of its own is
+        prepare_heart(source, tmp_path / "out")
+
+
+def test_the_command(source, tmp_path):
+    result = CliRunner().invoke(app, ["heart", "--source", str(source), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "Switzerland" in result.stdout
+    assert (tmp_path / "Switzerland" / "table.csv").is_file()
+    (source / "processed.va.data").unlink()
+    result = CliRunner().invoke(app, ["heart", "--source", str(source), "--out", str(tmp_path)])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "error: site 'LongBeach': " in result.stderr
+
+
 def test_the_published_files(heart_source, tmp_path, job):
-    counts = {"Cleveland": 303, "Hungarian": 294, "Switzerland": 123, "LongBeach": 200}
+    counts = {
+        "Cleveland": (303, 6),
+        "Hungarian": (294, 782),
+        "Switzerland": (123, 396),
+        "LongBeach": (200, 748),
+    }
     assert prepare_heart(heart_source, tmp_path) == counts
     ill, chol = {}, {}
     for site in counts:

@@ -28,7 +28,7 @@ def read(tmp_path):
 def test_cells_participants_and_classes(read, tmp_path):
     store = read(TEXT)
     assert (store.site, store.place, store.synthetic) == ("North", tmp_path / TABLE, False)
-    assert store.columns == ("age", "stage", "outcome")
+    assert list(store.cells) == ["age", "stage", "outcome"]
     assert store.column("age") == ["61", None, "55"]
     assert store.column("stage") == ["1.0", "2", None]
     assert store.column("height") == [None, None, None], "a column that the site has not at all"
@@ -52,6 +52,11 @@ def test_rows_without_a_participant_are_participants_of_their_own(read):
 def test_what_spreadsheets_write_is_read(read):
     text = '\ufeffage,outcome\r\n"61",0\r\n55,1\r\n,\r\n\r\n'
     assert read(text).column("age") == ["61", "55"]
+    store = read("\tage\toutcome\n0\t61\t0\n1\t55\t1\n")
+    assert list(store.cells) == ["age", "outcome"], "a column without a name is nobody's"
+    store = read('age;outcome\n"6;1";0\n\n55;1\n')
+    assert store.column("age") == ["6;1", "55"]
+    assert [unit.id for unit in store.units] == ["row-2", "row-4"]
 
 
 @pytest.mark.parametrize("word", ["", "?", "NA", "n/a", "NaN", "  "])
@@ -73,6 +78,7 @@ def test_a_subset_keeps_whole_participants(read):
     assert store.column("age") == ["61", "55"]
     assert store.owners.tolist() == [0, 0]
     assert [unit.id for unit in store.units] == ["anna"]
+    assert "is '55' in row 4 of" in str(store.cell_error(1, "age", "")), "rows of the file"
     assert store.labels.tolist() == [0, 0]
 
 
@@ -96,16 +102,14 @@ def test_a_made_up_table_says_so(read, tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "holds no row below its header"),
-        ("age,outcome\n\n", "holds no row below its header"),
+        ("", "table table.csv is empty"),
+        ("age,outcome\n\n,\n", "holds no row below its header"),
         ("age,age,outcome\n1,2,0\n", "has the column 'age' twice"),
-        ("age,,outcome\n1,2,0\n", "has a column without a name, number 2"),
-        ("age;outcome\n1;0\n", "has one column, 'age;outcome'; separate columns by commas"),
-        ("age,outcome\n1,0\n2\n", "row 3 of .* has 1 cells, but there are 2 columns"),
-        ("age,outcome\n1,0\n\n2,1\n", "row 3 of .* has 0 cells, but there are 2 columns"),
-        ("age,outcome\n1,0\n2,1,7\n", "row 3 of .* has 3 cells, but there are 2 columns"),
+        ("age,outcome\n1,0\n2\n", r"table.csv, line 3: 1 field\(s\), the header names 2"),
+        ("age,outcome\n1,0\n\n2,1,7\n1,1\n", r"table.csv, line 4: 3 field\(s\), the header names"),
         ("age,outcome\n1,7\n", "'outcome' is '7' in row 2 of .*; give one of 0, 1, 2"),
-        ('age,outcome\n"1,0\n', "cannot read the table .*: unexpected end of data"),
+        ("age;outcome\n1;0\n\n61,5;9\n", "'outcome' is '9' in row 4 of .*; give one of 0, 1, 2"),
+        ('age,outcome\n"1,0\n', "table.csv, line 2: a quotation mark"),
         (
             "participant_id,outcome\nanna,0\nbert,1\nanna,1\n",
             "'outcome' is '1' in row 4 of .*; an earlier row of this participant is of another",
@@ -119,7 +123,7 @@ def test_what_cannot_be_read_is_one_sentence(read, text, sentence):
 
 
 def test_a_text_of_another_kind_is_refused(read, tmp_path):
-    with pytest.raises(StoreError, match=r"site 'North': cannot read the table .*utf-8"):
+    with pytest.raises(StoreError, match=r"site 'North': table table.csv is not UTF-8 text"):
         read("größe,outcome\n1,0\n", encoding="latin-1")
     (tmp_path / TABLE).unlink()
     with pytest.raises(StoreError, match=r"site 'North': cannot read the table .*No such file"):

@@ -8,6 +8,7 @@ seed or a learning rate.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -34,6 +36,10 @@ EXPERIMENT_FILE = "experiment.json"
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=63)]
 """Names a folder and a FLARE client: letters, digits, ``_`` and ``-``."""
+
+
+ClassPath = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]
+"""Names a class: ``package.module.Class`` or ``package.module:Class``."""
 
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=127)]
@@ -152,6 +158,10 @@ class ContinuesSettings(_Settings):
     workspace: str | None = None
 
 
+def _task(value: Any, info: ValidationInfo) -> Task:
+    return make_task(value, (info.context or {}).get("allow_tasks"))
+
+
 class Experiment(_Settings):
     """Everything that decides the numbers of one run.
 
@@ -166,6 +176,10 @@ class Experiment(_Settings):
         The network, described here and nowhere else.
     policy
         Which entries stay at the site: ``"fedbn"``, ``"silobn"`` or ``"none"`` (FedAvg).
+    batch_norm_types
+        Classes of the network's modules that are batch norm although none of PyTorch's, as
+        ``package.module.Class``: networks with a batch norm of their own, or instance norm with
+        running statistics. Everything inside such a module belongs to it.
     rounds
         Communication rounds.
     training
@@ -175,6 +189,10 @@ class Experiment(_Settings):
     finetune
         Further local epochs after the last round, scored beside the federated model; none if
         ``None``.
+    statistics
+        Batch norm's mean and variance in the model that is scored and kept at the end:
+        ``"running"``, the averages of the last training, or ``"recomputed"`` by one pass over the
+        site's own training samples (PreciseBN; Wu and Johnson, 2021).
     aggregation_weights
         ``"equal"``: every site counts the same (the FedBN paper's choice). ``"samples"``: by the
         number of training samples.
@@ -207,14 +225,16 @@ class Experiment(_Settings):
     """
 
     name: str = "experiment"
-    task: Annotated[SerializeAsAny[Task], BeforeValidator(make_task)]
+    task: Annotated[SerializeAsAny[Task], BeforeValidator(_task)]
     sites: tuple[SiteName, ...]
     network: NetworkSettings
     policy: Policy = "fedbn"
+    batch_norm_types: tuple[ClassPath, ...] = ()
     rounds: int = Field(default=50, ge=1, strict=True)
     training: TrainingSettings = TrainingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     finetune: FinetuneSettings | None = None
+    statistics: Literal["running", "recomputed"] = "running"
     aggregation_weights: Literal["equal", "samples"] = "equal"
     training_share: float | dict[SiteName, float] = 1.0
     n_folds: int = Field(default=5, ge=2, strict=True)
@@ -352,8 +372,15 @@ class Experiment(_Settings):
         return validated({**self.model_dump(), **changes}, "the experiment")
 
 
-def read_experiment(path: Path) -> Experiment:
+def read_experiment(path: Path, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Read and validate an experiment file; a job folder is accepted for its experiment.
+
+    Parameters
+    ----------
+    path
+        The file, or the folder.
+    allow_tasks
+        As in :func:`fedbn.tasks.registry.make_task`.
 
     Raises
     ------
@@ -375,10 +402,10 @@ def read_experiment(path: Path) -> Experiment:
     required = content.get("fedbn_version") if isinstance(content, dict) else None
     if isinstance(required, str) and is_specifier(required):
         check_version(required)  # before the fields: another version has others
-    return validated(content, str(path))
+    return validated(content, str(path), allow_tasks)
 
 
-def validated(content: Any, where: str) -> Experiment:
+def validated(content: Any, where: str, allow_tasks: Collection[str] | None = None) -> Experiment:
     """Validate the content of an experiment file, or what a run has kept of it.
 
     Raises
@@ -387,6 +414,6 @@ def validated(content: Any, where: str) -> Experiment:
         `where`, and the first field that is wrong and why.
     """
     try:
-        return Experiment.model_validate(content)
+        return Experiment.model_validate(content, context={"allow_tasks": allow_tasks})
     except ValidationError as error:
         raise ExperimentError(f"{where}: {fault(error, content, Experiment)}") from error

@@ -18,7 +18,7 @@ from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, site_report
 from fedbn.federation.server import make_server
-from fedbn.federation.site import VALIDATION, RoundResult, Site, make_network
+from fedbn.federation.site import VALIDATION, Preparation, RoundResult, Site, make_network
 from fedbn.tasks.base import Scores
 from fedbn.tasks.data import SiteData
 
@@ -124,6 +124,7 @@ def federate(
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
     score_rounds: bool = True,
+    preparations: Mapping[str, Preparation] | None = None,
 ) -> Federation:
     """Run all rounds of an experiment over its sites, one after the other, in this process.
 
@@ -140,8 +141,14 @@ def federate(
     score_rounds
         Whether every round is scored before and after local training; without it `scores` stay
         empty, the weights are the same, and a sixth of the time is saved.
+    preparations
+        Site name to its preparation, where they are others than the experiment's.
     """
-    sites = {name: Site(name, data[name], experiment, device=device) for name in experiment.sites}
+    prepared = preparations or {}
+    sites = {
+        name: Site(name, data[name], experiment, device=device, preparation=prepared.get(name))
+        for name in experiment.sites
+    }
     for site in sites.values():
         site.check_network()
     server = make_server(experiment, *make_network(experiment))
@@ -251,22 +258,30 @@ def run_federation(
 ) -> FederationResult:
     """Run an experiment in this process and report it as a FLARE run would be.
 
-    Parameters are those of :func:`federate`.
+    What fails after the last round at one site loses nothing else; the report says so under
+    ``"not_scored"``. Parameters are those of :func:`federate`.
     """
     federation = federate(experiment, data, device=device, on_round=on_round)
-    reports = {}
+    reports: dict[str, dict[str, Any]] = {}
+    more: dict[str, Any] = {}
     for name, rounds in federation.scores.items():
         site = federation.sites[name]
-        final = site.evaluate(federation.received[name], federation.local[name])
-        finetuned = site.finetune() if experiment.finetune else None
-        alone = site.train_alone() if experiment.compare_with_alone else None
-        reports[name] = site_report(site, final, alone, rounds, finetuned=finetuned)
+        final = finetuned = alone = None
+        try:
+            final = site.evaluate(federation.received[name], federation.local[name])
+            finetuned = site.finetune() if experiment.finetune else None
+            alone = site.train_alone() if experiment.compare_with_alone else None
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            more.setdefault("not_scored", {})[name] = str(error)
+        if final is not None:
+            reports[name] = site_report(site, final, alone, rounds, finetuned=finetuned)
     of_rounds = [
-        {"round": number, "accepted": sorted(reports), "refused": {}, "missing": [], **facts}
-        for number, facts in enumerate(federation.facts)
+        {"round": n, "accepted": sorted(federation.sites), "refused": {}, "missing": [], **facts}
+        for n, facts in enumerate(federation.facts)
     ]
-    chosen = {} if federation.best_round is None else {"best_round": federation.best_round}
+    if federation.best_round is not None:
+        more["best_round"] = federation.best_round
     report = run_report(
-        experiment, reports, of_rounds, federation.shared, transport="in process", **chosen
+        experiment, reports, of_rounds, federation.shared, transport="in process", **more
     )
     return FederationResult(shared=federation.shared, local=federation.local, report=report)

@@ -26,6 +26,8 @@ from fedbn.core.normalization import (
     check_entries,
     entries,
     load_entries,
+    recomputable,
+    recompute_in_batches,
     require_batch_norm,
     split,
     trainable_names,
@@ -281,7 +283,7 @@ class Site:
         outcome = self._train_epochs(
             training,
             seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
-            shared_names=self.partition.shared,
+            shared_names=set(self.partition.shared) - set(self.partition.batch_norm),
             correction=variates and control_variates.correction(*variates),
             on_epoch=on_epoch,
         )
@@ -315,7 +317,15 @@ class Site:
         return self.score()
 
     def score(self) -> Scores:
-        """Return the scores of the held-out units with the network as it stands."""
+        """Return the scores of the held-out units with the network as it stands.
+
+        Where the experiment says so, batch norm's statistics are recomputed first, and stay.
+        """
+        if self.experiment.statistics == "recomputed":
+            size = self.experiment.training.batch_size
+            batches = self.task.clean_batches(self.train_samples, size)
+            layers = self.partition.layers
+            recompute_in_batches(self.network, batches, self.task.forward, layers)
         return self.task.score(self.network, self.test)
 
     def judged(
@@ -340,7 +350,7 @@ class Site:
 
     def _train_epochs(self, training: TrainingSettings, **more: Any) -> TrainingOutcome:
         samples = self.train_samples
-        loss = self.task.loss(training, samples)
+        loss = self.task.criterion(training, samples)
         return train_epochs(
             self.network, samples, training, loss=loss, forward=self.task.forward, **more
         )
@@ -438,8 +448,10 @@ def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
     """
     settings = experiment.network
     network = build_network(settings.name, settings.args, experiment.seed)
-    partition = split(network, experiment.policy)
+    partition = split(network, experiment.policy, types=experiment.batch_norm_types)
     require_batch_norm(network, partition)
+    if experiment.statistics == "recomputed":
+        recomputable(network, partition.layers)
     if experiment.algorithm.name == "alone":
         partition = replace(partition, local=tuple(network.state_dict()), shared=())
     return network, partition

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedbn.federation.experiment import SiteName
+from fedbn.federation.experiment import ClassPath, SiteName
 from fedbn.federation.settings_file import RepeatedFieldError, fault, parse_yaml
+from fedbn.tasks.loading import Amp, Cache
 
 SITE_SETTINGS_FILE = "fedbn_site.yml"
 """Name of the file, in the folder ``local`` of a site's FLARE kit."""
 
 NETWORKS_VARIABLE = "FEDBN_ALLOW_NETWORKS"
 """Environment variable with further network classes, with commas, for FLARE's simulator."""
+
+TASKS_VARIABLE = "FEDBN_ALLOW_TASKS"
+"""The same for the classes of tasks."""
+
 
 T = TypeVar("T")
 
@@ -29,8 +34,12 @@ _WHAT_TO_DO = {
     "data": "give the folder of this site's own store, absolute or from '~/'",
     "device": "give auto, cpu, cuda or cuda:N (such as cuda:1)",
     "cpu_threads": "give a whole number of at least 1, or null for PyTorch's own choice",
+    "cache": "give memory, disk or none",
+    "workers": "give a whole number of at least 0",
+    "amp": "give off or bf16",
     "share_affine": "give true or false",
     "allow_networks": "give a list of classes, each as package.module.Class",
+    "allow_tasks": "give a list of classes, each as package.module.Class",
 }
 
 
@@ -55,12 +64,22 @@ class SiteSettings(BaseModel):
         the devices that ``CUDA_VISIBLE_DEVICES`` leaves.
     cpu_threads
         CPU threads for PyTorch; ``None`` leaves PyTorch's own choice.
+    cache
+        Where images are kept after preprocessing: ``"memory"``, ``"disk"`` (below the client's
+        workspace) or ``"none"``.
+    workers
+        Processes that augment images ahead of the training. No number depends on them.
+    amp
+        ``"bf16"``: networks on images compute in bfloat16 where PyTorch holds that safe.
     share_affine
         Whether this site's gamma and beta may be shared to start new hospitals from. Its running
         statistics never are.
     allow_networks
         Classes of installed packages that a job's network may be, as ``package.module.Class``,
         besides MONAI's and fedbn's own.
+    allow_tasks
+        Classes of installed packages that a job's task may be, in the same form, besides fedbn's
+        own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -69,8 +88,17 @@ class SiteSettings(BaseModel):
     data: str | None = Field(default=None, min_length=1)
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]*))?)$")
     cpu_threads: int | None = Field(default=None, ge=1)
+    cache: Cache = "disk"
+    workers: int = Field(default=0, ge=0)
+    amp: Amp = "off"
     share_affine: bool = False
-    allow_networks: list[Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]] = []
+    allow_networks: list[ClassPath] = []
+    allow_tasks: list[ClassPath] = []
+
+    @field_validator("amp", mode="before")
+    @classmethod
+    def _off_without_quotes(cls, amp: Any) -> Any:
+        return "off" if amp is False else amp  # YAML 1.1 reads a bare off as false
 
     @field_validator("data")
     @classmethod
@@ -92,8 +120,12 @@ class SiteSettings(BaseModel):
     @property
     def networks(self) -> list[str]:
         """Classes that a job's network may be here: the file's, and the environment's."""
-        listed = os.environ.get(NETWORKS_VARIABLE, "").split(",")
-        return [*self.allow_networks, *filter(None, map(str.strip, listed))]
+        return [*self.allow_networks, *_listed(NETWORKS_VARIABLE)]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Classes that a job's task may be here: the file's, and the environment's."""
+        return [*self.allow_tasks, *_listed(TASKS_VARIABLE)]
 
     def check_site(self, client: str, site: str) -> None:
         """Refuse to work for another site than the file was written for.
@@ -167,6 +199,10 @@ def _validated(content: Any, where: str) -> SiteSettings:
     except ValidationError as error:
         sentence = fault(error, content, SiteSettings, _WHAT_TO_DO)
         raise SiteSettingsError(f"{where}: {sentence}") from error
+
+
+def _listed(variable: str) -> list[str]:
+    return list(filter(None, map(str.strip, os.environ.get(variable, "").split(","))))
 
 
 def _expanded(folder: str) -> Path:

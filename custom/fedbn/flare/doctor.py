@@ -110,6 +110,13 @@ class _Patient:
                 return self.experiment.site_of(self.client)
         return self.settings.site or self.client
 
+    @property
+    def settings_place(self) -> Path | None:
+        """The site's settings, given or the kit's."""
+        if self.settings_file is None and self.kit_folder is not None:
+            return self.kit_folder / "local" / SITE_SETTINGS_FILE
+        return self.settings_file
+
     def of_job(self, argument: str) -> Any:
         """Return an argument that the job gives its learner."""
         return (self.arguments or {}).get(argument)
@@ -221,9 +228,7 @@ def _kit(patient: _Patient) -> Findings:
 
 
 def _settings(patient: _Patient) -> Findings:
-    path = patient.settings_file
-    if path is None and patient.kit_folder is not None:
-        path = patient.kit_folder / "local" / SITE_SETTINGS_FILE
+    path = patient.settings_place
     if path is None or (patient.settings_file is None and not path.exists()):
         yield Finding(
             WARNING,
@@ -255,7 +260,11 @@ def _job(patient: _Patient) -> Findings:
     if patient.job is None:
         return
     try:
-        patient.experiment = experiment = read_experiment(patient.job)
+        settings = SiteSettings()
+        with contextlib.suppress(SiteSettingsError):  # what is wrong is said of them by themselves
+            if patient.settings_place is not None:
+                settings = read_site_settings(patient.settings_place)
+        patient.experiment = experiment = read_experiment(patient.job, settings.tasks)
         if patient.client is not None:
             experiment.site_of(patient.client)
     except (ValueError, InstallationError) as error:
@@ -707,6 +716,8 @@ def _job_and_store(patient: _Patient) -> Findings:
         yield Finding(FAILED, "job and store", " ".join(str(error).split()))
         return
     facts = site.preparation.facts
+    if doubt := site.partition.warning():
+        yield Finding(WARNING, "network", doubt)
     yield Finding(
         OK,
         "job and store",

@@ -53,13 +53,12 @@ def job_experiment(fl_ctx: FLContext) -> Experiment:
     fedbn.federation.experiment.ExperimentError
         If it is missing or wrong.
     ValueError
-        If its network is a class that this installation's own settings do not allow.
+        If its network or its task is a class that this installation's own settings do not allow.
     """
-    workspace = fl_ctx.get_engine().get_workspace()
-    experiment = read_experiment(
-        Path(workspace.get_app_config_dir(fl_ctx.get_job_id())) / EXPERIMENT_FILE
-    )
-    check_allowed(experiment.network.name, site_settings(fl_ctx).networks)
+    workspace, settings = fl_ctx.get_engine().get_workspace(), site_settings(fl_ctx)
+    config = Path(workspace.get_app_config_dir(fl_ctx.get_job_id()))
+    experiment = read_experiment(config / EXPERIMENT_FILE, settings.tasks)
+    check_allowed(experiment.network.name, settings.networks)
     return experiment
 
 
@@ -149,7 +148,7 @@ def redacted(text: str, names: Iterable[Path | str] = ()) -> str:
         in its name, and an id that is not in BIDS style cannot be told from words.
     """
     for name in sorted((str(name) for name in names), key=len, reverse=True):
-        if name.strip("./\\"):
+        if name in text and name.strip("./\\"):
             text = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", "/path", text)
     text = _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))
     return re.sub("(<path>)+", "<path>", text)

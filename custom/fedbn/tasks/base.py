@@ -8,20 +8,21 @@ studies and FLARE know nothing else of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from torch import nn
 
 from fedbn.core.batches import Batch, Samples, TensorSamples
 from fedbn.core.networks import head_entries
 from fedbn.core.training import Loss, TrainingSettings, forward_inputs
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+from fedbn.tasks.loading import Loading
 from fedbn.tasks.splits import split_units
 
 
@@ -38,12 +39,36 @@ class Metric(NamedTuple):
         Its direction.
     in_percent
         Whether a table shows it in %.
+    short
+        For the head of a narrow column; the title if empty.
     """
 
     name: str
     title: str
     higher_is_better: bool = True
     in_percent: bool = True
+    short: str = ""
+
+
+class Features(NamedTuple):
+    """The network's inputs by name, for a task whose inputs have names.
+
+    Attributes
+    ----------
+    noun
+        What one of them is called: ``"feature"``.
+    columns
+        What a name is made of, as the columns of a table.
+    names
+        Of each input, in the order of the network's.
+    shown
+        Those of the columns that a person reads.
+    """
+
+    noun: str
+    columns: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
+    shown: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +147,11 @@ class Task(BaseModel, ABC):
 
     name: str
     levels: ClassVar[tuple[str, ...]] = ("subject",)
+    _loading: Loading = PrivateAttr(default=Loading())
+
+    def load_as(self, loading: Loading) -> None:
+        """Take what a site decides about reading its data; no result depends on it."""
+        self._loading = loading
 
     @property
     @abstractmethod
@@ -239,6 +269,12 @@ class Task(BaseModel, ABC):
     ) -> Samples:
         """Return the samples of some units, ready for a network on a device."""
 
+    def clean_batches(self, samples: Samples, batch_size: int) -> Iterable[Batch]:
+        """Go through training samples once in order, not augmented, none alone in a batch."""
+        while len(samples) % batch_size == 1 and batch_size < len(samples):
+            batch_size += 1
+        return samples.batches(batch_size)
+
     def pooled(self, samples: Sequence[Samples]) -> Samples:
         """Join the samples of several sites, for what a federation exists to avoid.
 
@@ -274,6 +310,20 @@ class Task(BaseModel, ABC):
         """Say what a person should know of a site's data, from :meth:`facts`."""
         return []
 
+    def feature_names(self, data: SiteData) -> Features | None:
+        """Name the network's inputs one by one; ``None`` where they have no names."""
+        return None
+
+    def relabelled(self, data: SiteData, order: Index) -> SiteData:
+        """Return the data with unit k's class that of unit ``order[k]``, for a label permutation.
+
+        Raises
+        ------
+        DataError
+            If the task cannot do that.
+        """
+        raise DataError(f"task {self.name!r} cannot deal out the classes of its units anew")
+
     # ---------------------------------------------------------------------------- the network
 
     def forward(self, network: nn.Module, batch: Batch) -> Any:
@@ -281,7 +331,7 @@ class Task(BaseModel, ABC):
         return forward_inputs(network, batch)
 
     @abstractmethod
-    def loss(self, training: TrainingSettings, samples: Samples) -> Loss:
+    def criterion(self, training: TrainingSettings, samples: Samples) -> Loss:
         """Return the loss of local training; `samples` are those that are trained on."""
 
     def head(self, network: nn.Module) -> tuple[str, ...]:
@@ -322,6 +372,10 @@ class Task(BaseModel, ABC):
     @abstractmethod
     def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
         """Count units that are ``"corrected"`` or ``"lost"`` from one to the other, of ``"n"``."""
+
+    def per_unit(self, scores: Scores) -> np.ndarray | None:
+        """Return the headline metric of each unit, float64 (n,), where it is their mean."""
+        return None
 
     def decisions(self, train: Scores) -> dict[str, float]:
         """Choose on training units what scores are decided by; facts for the held-out ones."""

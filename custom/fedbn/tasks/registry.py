@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import BaseModel
-
 from fedbn.tasks.base import Task
 
 ENTRY_POINTS = "fedbn.tasks"
 """Group of entry points by which an installed package brings tasks of its own."""
 
 TASKS = {
+    "classification": "fedbn.tasks.images.classification:ImageClassificationTask",
     "connectome": "fedbn.tasks.connectome.task:ConnectomeTask",
+    "segmentation": "fedbn.tasks.images.segmentation:SegmentationTask",
     "tabular": "fedbn.tasks.tabular:TabularTask",
 }
 """Names of the tasks that come with fedbn, to their classes."""
@@ -37,12 +37,13 @@ def make_task(settings: Task | Mapping[str, Any], allowed: Collection[str] | Non
     settings
         With ``"name"``.
     allowed
-        Names of the installed packages' tasks that may be used; all if ``None``.
+        Classes of installed packages, as ``package.module.Class``, that may be used beside the
+        tasks that come with fedbn; any if ``None``.
 
     Raises
     ------
     TaskError
-        If there is no such task, or it is not allowed here.
+        If there is no such task, it is not allowed here, or it cannot be loaded.
     pydantic.ValidationError
         If a setting is wrong.
     """
@@ -53,23 +54,34 @@ def make_task(settings: Task | Mapping[str, Any], allowed: Collection[str] | Non
             f'give an object with the task\'s "name" and settings, got {settings!r:.80}'
         )
     name = settings["name"]
-    own = {} if name in TASKS else {p.name: p for p in entry_points(group=ENTRY_POINTS)}
-    found: Any = None
-    if name in TASKS:
-        module, _, attribute = TASKS[name].partition(":")
+    place = TASKS.get(name) or _own_place(name, allowed)
+    module, _, attribute = place.partition(":")
+    try:
         found = getattr(importlib.import_module(module), attribute)
-    elif name in own:
-        if allowed is not None and name not in allowed:
-            raise TaskError(
-                f"task {name!r} of package {own[name].value.partition('.')[0]!r} is not allowed "
-                "at this site: its own settings must name it (allow_tasks)"
-            )
-        found = own[name].load()
-    else:
-        known = sorted({*TASKS, *own})
+    except (ImportError, AttributeError) as error:
+        raise TaskError(f"task {name!r} ({place}) cannot be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise TaskError(f"task {name!r} ({place}) is no subclass of fedbn.tasks.base.Task")
+    return found.model_validate(dict(settings))
+
+
+def _own_place(name: str, allowed: Collection[str] | None) -> str:
+    """Return where the class of an installed package's task is, without importing it."""
+    own = entry_points(group=ENTRY_POINTS)
+    places = sorted({point.value.replace(" ", "") for point in own if point.name == name})
+    if not places:
+        known = sorted({*TASKS, *own.names})
         close = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
         raise TaskError(f"there is no task {name!r}{hint}")
-    if not (isinstance(found, type) and issubclass(found, Task) and issubclass(found, BaseModel)):
-        raise TaskError(f"task {name!r} is no subclass of fedbn.tasks.base.Task")
-    return found.model_validate(dict(settings))
+    if len(places) > 1:
+        raise TaskError(f"task {name!r} is brought by {' and '.join(places)}; remove one")
+    if allowed is not None and places[0].replace(":", ".") not in {
+        path.replace(":", ".") for path in allowed
+    }:
+        raise TaskError(
+            f"task {name!r} is a class that is not allowed here: {places[0]} must be listed under "
+            "allow_tasks in this installation's own local/fedbn_site.yml (for FLARE's simulator in "
+            "the environment variable FEDBN_ALLOW_TASKS)"
+        )
+    return places[0]

@@ -64,11 +64,20 @@ class TableNetwork(SiteNetwork):
 
     def standardize(self, x: torch.Tensor) -> torch.Tensor:
         """Return z-scores of raw rows, missing cells filled, same shape."""
-        z = super().standardize(torch.where(torch.isnan(x), self.fill, x))
-        return torch.where(self.std > 0, z, 0.0)
+        return standardized_rows(x, self.fill, self.mean, self.std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the network's output, float32, for raw rows, NaN where a cell is missing."""
-        z = (torch.where(torch.isnan(x), self.fill, x) - self.mean) / self.std
-        output: torch.Tensor = self.network(torch.where(self.std > 0, z, 0.0))
+        output: torch.Tensor = self.network(standardized_rows(x, self.fill, self.mean, self.std))
         return output.float()
+
+
+def standardized_rows(
+    x: torch.Tensor, fill: torch.Tensor, mean: torch.Tensor, std: torch.Tensor
+) -> torch.Tensor:
+    """Fill missing cells (NaN) and z-score; a feature with a standard deviation of 0 is 0.
+
+    All float32: `x` is (n, n_features), the others (n_features,).
+    """
+    z = (torch.where(torch.isnan(x), fill, x) - mean) / std
+    return torch.where(std > 0, z, torch.zeros_like(z))

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from data_prep.errors import some_of
 from data_prep.table_store import TABLE, TableStore, plain, read_table_store
 from fedbn.core.batches import TensorSamples
+from fedbn.tasks.base import Features
 from fedbn.tasks.classification import ClassificationTask
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+from fedbn.tasks.site_network import standardized_rows
 
 Cell = Annotated[str, BeforeValidator(lambda v: plain(str(v)) if isinstance(v, int | str) else v)]
 """What a category's cell holds; a job may write a number for it."""
+
+Named = Annotated[
+    tuple[tuple[str, tuple[Cell, ...]], ...],
+    BeforeValidator(lambda value: list(value.items()) if isinstance(value, Mapping) else value),
+]
+"""Names in order, each with its cells. A job may write an object; what is kept is a list of pairs,
+as the order of an object's names can be lost on the way."""
 
 
 class TabularTask(ClassificationTask):
@@ -48,17 +58,19 @@ class TabularTask(ClassificationTask):
 
     name: Literal["tabular"] = "tabular"
     target: str
-    classes: dict[str, list[Cell]]
-    numbers: list[str] = Field(default_factory=list)
-    categories: dict[str, list[Cell]] = Field(default_factory=dict)
+    classes: Named
+    numbers: tuple[str, ...] = ()
+    categories: Named = ()
     standardization: Literal["site", "none"] = "site"
 
     @field_validator("classes")
     @classmethod
-    def _distinct_classes(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
-        if twice := _twice([cell for cells in value.values() for cell in cells]):
+    def _distinct_classes(cls, value: Named) -> Named:
+        if twice := _twice([name for name, _ in value]):
+            raise ValueError(f"class {twice!r} is named twice")
+        if twice := _twice([cell for _, cells in value for cell in cells]):
             raise ValueError(f"cell {twice!r} means two classes")
-        if len(value) < 2 or not all(value.values()):
+        if len(value) < 2 or not all(cells for _, cells in value):
             raise ValueError(
                 "give two classes or more, each with the cells of the target that mean it"
             )
@@ -66,17 +78,17 @@ class TabularTask(ClassificationTask):
 
     @field_validator("categories")
     @classmethod
-    def _distinct_values(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
-        for name, cells in value.items():
+    def _distinct_values(cls, value: Named) -> Named:
+        for name, cells in value:
             if len(cells) < 2 or _twice(cells):
                 raise ValueError(f"give two values or more of {name!r}, each once")
         return value
 
     @model_validator(mode="after")
     def _columns(self) -> TabularTask:
-        if twice := _twice([*self.numbers, *self.categories]):
+        if twice := _twice(self.columns):
             raise ValueError(f"column {twice!r} is named twice")
-        if self.target in (*self.numbers, *self.categories):
+        if self.target in self.columns:
             raise ValueError(
                 f"the target {self.target!r} is among the columns that it is learned from"
             )
@@ -87,12 +99,17 @@ class TabularTask(ClassificationTask):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes as the experiment states them."""
-        return tuple(self.classes)
+        return tuple(name for name, _ in self.classes)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that are learned from."""
+        return (*self.numbers, *(name for name, _ in self.categories))
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the network's inputs in order: ``age``, ``cp=1`` and so on."""
-        of_values = (f"{name}={value}" for name, v in self.categories.items() for value in v)
+        of_values = (f"{name}={value}" for name, v in self.categories for value in v)
         return (*self.numbers, *of_values)
 
     def has_data(self, place: Path) -> bool:
@@ -101,21 +118,20 @@ class TabularTask(ClassificationTask):
 
     def read(self, place: Path, site: str, *, verify: bool = False) -> TableStore:
         """Read a site's table, every cell of it; see :meth:`fedbn.tasks.base.Task.read`."""
-        store = read_table_store(place, site, self.target, self.classes)
-        known = {name.casefold(): name for name in store.columns}
-        asked = [*self.numbers, *self.categories]
-        for name in asked:
-            if name not in store.columns and name.casefold() in known:
+        store = read_table_store(place, site, self.target, dict(self.classes))
+        known = {name.casefold(): name for name in store.cells}
+        for name in self.columns:
+            if name not in store.cells and name.casefold() in known:
                 raise DataError(
                     f"site {site!r}: {store.place} has a column {known[name.casefold()]!r}, which "
                     f"the job calls {name!r}; rename it"
                 )
-        if not any(cell is not None for name in asked for cell in store.column(name)):
+        if not any(cell is not None for name in self.columns for cell in store.column(name)):
             raise DataError(
                 f"site {site!r}: {store.place} has no value in any column that the job learns "
-                f"from: {some_of(asked, 20)}"
+                f"from: {some_of(self.columns, 20)}"
             )
-        self._raw(store)
+        self.raw(store)
         return store
 
     def split(self, data: SiteData, settings: SplitSettings) -> Split:
@@ -135,14 +151,14 @@ class TabularTask(ClassificationTask):
         A standard deviation of 0 marks a feature that is 0 for everybody.
         """
         store = _table(data)
-        raw = self._raw(store)[np.isin(store.owners, train)]
+        raw = self.raw(store)[np.isin(store.owners, train)]
         known = ~np.isnan(raw)
         fill = np.zeros(raw.shape[1])
         for k in range(len(self.numbers)):
             if known[:, k].any():
                 fill[k] = np.median(raw[known[:, k], k])
         start = len(self.numbers)
-        for values in self.categories.values():
+        for _, values in self.categories:
             counts = np.nansum(raw[:, start : start + len(values)], axis=0)
             if counts.any():
                 fill[start + int(counts.argmax())] = 1
@@ -168,25 +184,22 @@ class TabularTask(ClassificationTask):
         """
         store = _table(data)
         rows = np.flatnonzero(np.isin(store.owners, units))
-        inputs = torch.from_numpy(self._raw(store)[rows].astype(np.float32))
+        inputs = torch.from_numpy(self.raw(store)[rows].astype(np.float32))
         if fitted:
-            inputs = torch.where(inputs.isnan(), fitted["fill"], inputs)
-            z = (inputs - fitted["mean"]) / fitted["std"]
-            inputs = torch.where(fitted["std"] > 0, z, 0.0)
+            inputs = standardized_rows(inputs, **fitted)
         targets = torch.from_numpy(store.labels[rows])
         return TensorSamples(inputs.to(device), targets, store.owners[rows])
 
     def facts(self, data: SiteData, split: Split) -> dict[str, Any]:
         """Add the columns that the site has not at all, and how many cells are missing."""
         store = _table(data)
-        columns = [*self.numbers, *self.categories]
-        cells = {name: store.column(name) for name in columns}
-        absent = [name for name in columns if not any(cells[name])]
+        cells = {name: store.column(name) for name in self.columns}
+        absent = [name for name in self.columns if not any(cells[name])]
         n_missing = sum(value is None for of_column in cells.values() for value in of_column)
         return {
             **super().facts(data, split),
             "columns_without_values": absent,
-            "missing_cells_share": n_missing / (len(columns) * len(store.rows)),
+            "missing_cells_share": n_missing / (len(self.columns) * len(store.lines)),
         }
 
     def remarks(self, facts: Mapping[str, Any]) -> list[str]:
@@ -194,23 +207,38 @@ class TabularTask(ClassificationTask):
         absent = facts.get("columns_without_values")
         return [f"columns without values: {', '.join(absent)}"] if absent else []
 
+    def feature_names(self, data: SiteData) -> Features:
+        """Name each feature."""
+        return Features("feature", ("feature",), tuple((n,) for n in self.features), ("feature",))
+
+    def relabelled(self, data: SiteData, order: Index) -> TableStore:
+        """Return the table with the target of each participant's rows that of another."""
+        store = _table(data)
+        first = np.unique(store.owners, return_index=True)[1]
+        cells = store.column(self.target)
+        dealt = [cells[k] for k in first[order[store.owners]]]
+        return replace(store, cells={**store.cells, self.target: dealt})
+
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""
         return f"table's rows of {len(self.features)} features"
 
-    def _raw(self, store: TableStore) -> np.ndarray:
+    def raw(self, data: SiteData) -> np.ndarray:
         """Return the features of every row, float64 (n_rows, n_features), NaN where missing."""
-        found = [self._numbers(store, name) for name in self.numbers]
-        for name, values in self.categories.items():
-            cells = self._categories(store, name, values)
-            found += [
-                np.array([np.nan if cell is None else float(cell == value) for cell in cells])
-                for value in values
-            ]
-        return np.stack(found, axis=1)
+        store, names = _table(data), self.features
+        if names not in store.made:
+            found = [self._numbers(store, name) for name in self.numbers]
+            for name, values in self.categories:
+                cells = self._categories(store, name, values)
+                found += [
+                    np.array([np.nan if cell is None else float(cell == value) for cell in cells])
+                    for value in values
+                ]
+            store.made[names] = np.stack(found, axis=1)
+        return store.made[names]
 
     def _numbers(self, store: TableStore, name: str) -> np.ndarray:
-        column = np.full(len(store.rows), np.nan)
+        column = np.full(len(store.lines), np.nan)
         for row, cell in enumerate(store.column(name)):
             if cell is None:
                 continue
@@ -222,7 +250,7 @@ class TabularTask(ClassificationTask):
                 raise store.cell_error(row, name, "give a number, or leave a missing cell empty")
         return column
 
-    def _categories(self, store: TableStore, name: str, values: list[str]) -> list[str | None]:
+    def _categories(self, store: TableStore, name: str, values: Sequence[str]) -> list[str | None]:
         cells = [None if cell is None else plain(cell) for cell in store.column(name)]
         for row, cell in enumerate(cells):
             if cell is not None and cell not in values:

@@ -36,7 +36,7 @@ class TabularBundling(StandardizedBundling):
         features = self.task.features
         return super().card(trained_on, shape) | {
             "name": f"{self.task.target} from a table at {trained_on.site}",
-            "data_type": f"tables of {', '.join([*self.task.numbers, *self.task.categories])}",
+            "data_type": f"tables of {', '.join(self.task.columns)}",
             "input": (
                 f"{len(features)} features in this order: {', '.join(features)}; a missing cell is "
                 "NaN. Not standardised: that is a layer of the network"
@@ -55,7 +55,7 @@ class TabularBundling(StandardizedBundling):
             raise PredictionError(f"there is no table {place}")
         # A table does not name its site: it is told from another by its content alone.
         table = self.task.read(place, trained_on.site)
-        columns = [*self.task.numbers, *self.task.categories]
+        columns = self.task.columns
         in_training = trained(table)
         everyone = np.arange(len(table.units))
         samples = self.task.samples(table, everyone, {}, torch.device("cpu"))

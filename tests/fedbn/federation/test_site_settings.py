@@ -50,8 +50,12 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         data: ~/stores/NYU   # one store
         device: cuda:1
         cpu_threads: 4
+        cache: none
+        workers: 2
+        amp: off
         share_affine: true
         allow_networks: [nets.small.Small, "nets:Large"]
+        allow_tasks: [tasks.Own]
     """
     settings = read_site_settings(written(tmp_path, text))
     assert settings.model_dump() == {
@@ -59,8 +63,12 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         "data": "~/stores/NYU",
         "device": "cuda:1",
         "cpu_threads": 4,
+        "cache": "none",
+        "workers": 2,
+        "amp": "off",
         "share_affine": True,
         "allow_networks": ["nets.small.Small", "nets:Large"],
+        "allow_tasks": ["tasks.Own"],
     }
     assert settings.store == Path("/home/ann/stores/NYU")
 
@@ -77,7 +85,7 @@ def test_what_the_file_states_wins_even_where_it_is_the_default(tmp_path):
     [
         ("devise: cpu", "devise: there is no such field; did you mean 'device'?"),
         ("Data: /stores/NYU", "Data: there is no such field; did you mean 'data'?"),
-        ("q: 1", "q: there is no such field; the fields are site, data, device, cpu_threads, sha"),
+        ("q: 1", "q: there is no such field; the fields are site, data, device, cpu_threads, cac"),
         ("1: 2", "1: there is no such field"),
         ("data: stores/NYU", "data: a relative folder means another place in each of FLARE's"),
         ("data: ~nobody-of-that-name/x", "data: its '~' stands for no home folder here; give the"),
@@ -98,6 +106,7 @@ def test_what_the_file_states_wins_even_where_it_is_the_default(tmp_path):
         ("allow_networks: nets.Small", "allow_networks: it cannot be used; give a list of classes"),
         ("allow_networks: [Small]", "allow_networks.0: it cannot be used; give a list of classes"),
         ("allow_networks: [nets.*]", "allow_networks.0: it cannot be used"),
+        ("allow_tasks: [Own]", "allow_tasks.0: it cannot be used; give a list of classes"),
         ("site: NO", "site: it cannot be used; give the site's name in letters, digits, '_' and"),
         ("site: a/b", "site: it cannot be used"),
         ("device: cpu\ndevice: cuda", "device: it stands there twice (again in line 2); keep one"),
@@ -149,9 +158,10 @@ def test_settings_cannot_be_changed_in_place():
         SiteSettings().share_affine = True
 
 
-def test_networks_are_the_file_s_and_the_environment_s(monkeypatch):
-    settings = SiteSettings(allow_networks=["nets.Small"])
-    monkeypatch.delenv("FEDBN_ALLOW_NETWORKS", raising=False)
-    assert settings.networks == ["nets.Small"]
-    monkeypatch.setenv("FEDBN_ALLOW_NETWORKS", " nets.Large,, a.b.C ")
-    assert settings.networks == ["nets.Small", "nets.Large", "a.b.C"]
+@pytest.mark.parametrize("kind", ["networks", "tasks"])
+def test_classes_are_the_file_s_and_the_environment_s(monkeypatch, kind):
+    settings = SiteSettings(**{f"allow_{kind}": ["nets.Small"]})
+    monkeypatch.delenv(f"FEDBN_ALLOW_{kind.upper()}", raising=False)
+    assert getattr(settings, kind) == ["nets.Small"]
+    monkeypatch.setenv(f"FEDBN_ALLOW_{kind.upper()}", " nets.Large,, a.b.C ")
+    assert getattr(settings, kind) == ["nets.Small", "nets.Large", "a.b.C"]

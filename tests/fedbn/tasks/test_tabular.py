@@ -45,7 +45,7 @@ def inputs_of(task, data, train):
     fitted = task.fit(data, np.array(train))
     samples = task.samples(data, np.arange(len(data.units)), fitted, CPU)
     assert samples.inputs.dtype == torch.float32
-    assert samples.inputs.shape == (len(data.rows), len(task.features))
+    assert samples.inputs.shape == (len(data.lines), len(task.features))
     return fitted, samples
 
 
@@ -56,6 +56,15 @@ def test_features_are_named_in_the_order_of_the_network_s_inputs():
     assert make_task(SETTINGS).features == ("age", "height", "stage=a", "stage=b", "stage=c")
     experiment = read_experiment(JOB)
     assert len(experiment.task.features) == experiment.network.args["in_features"]
+
+
+def test_the_order_of_classes_and_categories_outlives_a_file_that_sorts_names(tmp_path):
+    task = make_task(SETTINGS | {"categories": {"stage": ["a", "b"], "group": ["x", "y"]}})
+    sorted_names = json.dumps(task.model_dump(), sort_keys=True)
+    assert make_task(json.loads(sorted_names)) == task
+    other = make_task(SETTINGS | {"classes": {"ill": ["1"], "well": ["0"]}})
+    assert json.dumps(other.model_dump(), sort_keys=True) != sorted_names
+    assert (task.class_names, other.class_names) == (("well", "ill"), ("ill", "well"))
 
 
 def test_z_scores_by_hand(read):
@@ -149,7 +158,7 @@ def test_spreadsheets_that_write_categories_as_numbers_are_understood(read):
     header = ("age", "height", "sex", "outcome")
     rows = [[k, k, "1.0" if k % 2 else "", f"{k % 3}.0"] for k in range(9)]
     task, data = read(rows, header, **changes)
-    assert task.categories == {"sex": ["0", "1"]}
+    assert task.categories == (("sex", ("0", "1")),)
     assert data.labels.tolist() == [0, 1, 1] * 3
     _, samples = inputs_of(task, data, range(9))
     assert samples.inputs.shape == (9, 4)
@@ -164,6 +173,7 @@ def test_spreadsheets_that_write_categories_as_numbers_are_understood(read):
         ({"classes": {"well": ["0"]}}, "give two classes or more"),
         ({"classes": {"well": ["0"], "ill": []}}, "give two classes or more"),
         ({"classes": {"well": ["0"], "ill": ["1", "0.0"]}}, "cell '0' means two classes"),
+        ({"classes": [["a", ["0"]], ["a", ["1"]]]}, "class 'a' is named twice"),
         ({"numbers": [], "categories": {}}, "give columns to learn from"),
         ({"numbers": ["age", "age"]}, "column 'age' is named twice"),
         ({"numbers": ["stage"]}, "column 'stage' is named twice"),
@@ -248,7 +258,7 @@ def test_metrics_by_the_number_of_classes():
     assert make_task(SETTINGS).metrics == TWO_CLASSES
     three = table_experiment(3).task
     assert three.metrics[:3] == ANY_CLASSES
-    assert [m.title for m in three.metrics[3:]] == [f"recall of {n}" for n in three.classes]
+    assert [m.title for m in three.metrics[3:]] == [f"recall of {n}" for n in three.class_names]
 
 
 @pytest.mark.parametrize("n_classes", [2, 3])
