@@ -7,6 +7,7 @@ neither on the number of workers nor on what ran before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.data import CacheDataset, DataLoader, MetaTensor, PersistentDataset
+from monai.data import (
+    CacheDataset,
+    DataLoader,
+    MetaTensor,
+    PersistentDataset,
+    get_track_meta,
+    set_track_meta,
+)
 from monai.data import Dataset as PlainDataset
 from monai.transforms import Compose, RandCropByPosNegLabeld, RandSpatialCropSamplesd, Transform
 from torch.utils.data import ConcatDataset, Dataset
@@ -215,11 +223,22 @@ class _Drawn(Dataset):
             return [item]
         spacing = item["spacing"]
         self.transform.set_random_state(seed % 2**32)
-        with torch.random.fork_rng(devices=[]):
+        with _untracked(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             drawn = self.transform({k: v.clone() for k, v in item.items() if k != "spacing"})
         parts = drawn if isinstance(drawn, list) else [drawn]
         return [{k: _plain(v) for k, v in part.items()} | {"spacing": spacing} for part in parts]
+
+
+@contextlib.contextmanager
+def _untracked() -> Iterator[None]:
+    """Have MONAI keep no record of transforms, which costs more than small ones themselves."""
+    tracked = get_track_meta()
+    set_track_meta(False)
+    try:
+        yield
+    finally:
+        set_track_meta(tracked)
 
 
 def prepared_item(images: Any, place: int) -> dict[str, Any]:
@@ -321,11 +340,15 @@ class ImageSamples:
                 yield self._batch([place for place, _ in places], items)
         except DataError as error:  # of a loader process it has the traceback in it
             last = str(error).splitlines()[-1]
+            unnamed = f"site {self.site!r}: an image cannot be used; the site's own log names it"
+            public = error.public if error.public != str(error) else unnamed
+            raise DataError(last.partition("StoreError: ")[2] or last, public) from error
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
             raise DataError(
-                last.partition("StoreError: ")[2] or last,
-                error.public
-                if error.public != str(error)
-                else f"site {self.site!r}: an image cannot be used; the site's own log names it",
+                f"site {self.site!r}: a loader process ended, for want of memory or of "
+                "shared memory (/dev/shm); lower workers in the site's settings, 0 takes none"
             ) from error
 
     def _batch(self, places: list[int], items: list[list[dict[str, Any]]]) -> ImageBatch:
