@@ -43,6 +43,7 @@ from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.study import cache, paired
 from fedbn.study.method import FederatedRunner, Outcome
 from fedbn.study.methods import method
+from fedbn.study.over_sites import summarise_over_sites
 from fedbn.tasks.base import Scores, Task
 from fedbn.tasks.classification import OWN_THRESHOLD, THRESHOLD, two_class_scores
 from fedbn.tasks.data import SiteData
@@ -582,6 +583,7 @@ def summarise(
         federated methods the same as ``"scores"``, for the sites' networks after their last
         local epochs.
         ``"convergence"``: see :func:`convergence`. ``"choices"``: see :func:`choices`.
+        ``"over_sites"``: see :mod:`fedbn.study.over_sites`.
     """
     sites = list(plan.experiment.sites)
     table = _Table(plan, [row for row in rows if row["when"] != AFTER_TRAINING])
@@ -629,6 +631,14 @@ def summarise(
             "test_to_train": ratio,
             "scores": scores,
             "differences": differences,
+            "over_sites": summarise_over_sites(
+                plan.task,
+                plan.methods,
+                plan.reference,
+                lambda name, column: np.stack([table.values(name, s, column) for s in sites]),
+                lambda name: _held_out(plan, records, name),
+                ratio[MACRO],
+            ),
             AFTER_TRAINING: {
                 name: {scope: _cells(table_after, name, scope) for scope in (*sites, MACRO)}
                 for name in plan.methods
@@ -642,6 +652,19 @@ def summarise(
             "choices": choices(records),
         }
     )
+
+
+def _held_out(
+    plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str
+) -> list[list[list[Scores]]]:
+    """Return a method's held-out scores by site, seed and fold."""
+    places = [
+        [Run(name, s, f) for f in range(plan.experiment.n_folds)] for s in range(plan.n_seeds)
+    ]
+    return [
+        [[read_scores(records[run]["sites"][site]["test"]) for run in folds] for folds in places]
+        for site in plan.experiment.sites
+    ]
 
 
 def choices(records: Mapping[Run, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
