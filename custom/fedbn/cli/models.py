@@ -157,7 +157,7 @@ def adapt(
         import torch
 
         from fedbn.models import new_site
-        from fedbn.study.leave_one_site_out import read_evidence, recommend
+        from fedbn.study.evidence import read_evidence, recommend
 
         torch.set_num_threads(1)  # as in every run: the same bits
         run = new_site.read_run(run_folder)

@@ -67,6 +67,7 @@ def compare(
         from fedbn.report.comparison_tables import comparison_tables, difference_sentences, width
         from fedbn.report.tables import render
         from fedbn.study import comparison
+        from fedbn.study.plan import plan_comparison
 
         if track is not None:
             from fedbn.report import tracking
@@ -74,9 +75,7 @@ def compare(
             tracking.check_tracker(track)
         experiment = changed_experiment(job, changes, changes_file, DECIDED, _first_fold)
         names = [name.strip() for name in methods.split(",") if name.strip()]
-        plan = comparison.plan_comparison(
-            experiment, names, seeds, reference, target_loss=target_loss
-        )
+        plan = plan_comparison(experiment, names, seeds, reference, target_loss=target_loss)
         try:
             with runs_progress() as on_run:
                 summary = comparison.compare(
@@ -117,7 +116,8 @@ def unseen(
 
         from fedbn.report.tables import render
         from fedbn.report.unseen_tables import unseen_tables, width
-        from fedbn.study.leave_one_site_out import SUMMARY_FILE, leave_one_out
+        from fedbn.study.evidence import SUMMARY_FILE
+        from fedbn.study.leave_one_site_out import leave_one_out
 
         torch.set_num_threads(1)  # as in every run: the same bits
         experiment = changed_experiment(job, changes, changes_file, DECIDED)
@@ -135,22 +135,24 @@ def unseen(
 @app.command(cls=ExperimentCommand)
 def explain(
     job: Job,
-    out: Annotated[Path, typer.Option(help="Folder for edges.csv, explanation.json, pictures.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for a table of all inputs, explanation.json, pictures.")
+    ],
     data: DataRoot = None,
     permutations: Annotated[
-        int, typer.Option(help="How often all is trained again with permuted diagnoses.")
+        int, typer.Option(help="How often all is trained again with permuted labels.")
     ] = 3,
-    top: Annotated[int, typer.Option(help="How many edges count as the strongest.", min=1)] = 50,
-    draw: Annotated[bool, typer.Option(help="Draw the strongest edges on a brain.")] = True,
+    top: Annotated[int, typer.Option(help="How many inputs count as the strongest.", min=1)] = 50,
+    draw: Annotated[bool, typer.Option(help="Draw the strongest, on a brain for edges.")] = True,
     changes: Changes = None,
     changes_file: ChangesFile = None,
 ) -> None:
-    """Say which connections the networks look at, at each site and over all, and how steadily."""
+    """Say which inputs the networks look at, at each site and over all, and how steadily."""
     with one_sentence():
         import torch
 
         from fedbn.federation.simulation import read_sites
-        from fedbn.report.explanation_tables import WIDTH, edge_table, pictures
+        from fedbn.report.explanation_tables import WIDTH, feature_table, pictures
         from fedbn.report.tables import render
         from fedbn.study import explanation
 
@@ -163,8 +165,9 @@ def explain(
                 experiment, stores, n_permutations=permutations, on_run=on_run
             )
         content = explanation.write_explanation(found, out, top)
-        sentences = explanation.stability_sentences(content["stability"], top)
-        text = render([edge_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
+        noun = found.features.noun
+        sentences = explanation.stability_sentences(content["stability"], top, noun)
+        text = render([feature_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
         if draw:
@@ -172,7 +175,7 @@ def explain(
                 with atomic_write(out / f"{picture.name}.png") as file:
                     file.write(picture.png)
         typer.echo(text, nl=False)
-        typer.echo(f"all edges: {out / explanation.EDGES_FILE}")
+        typer.echo(f"all {noun}s: {explanation.features_file(found, out)}")
 
 
 @app.command()
@@ -193,13 +196,15 @@ def theory(
         from fedbn.report.tables import render
         from fedbn.report.theory import TABLE_WIDTH, pictures, theory_tables
         from fedbn.study.theory import Settings, study
+        from fedbn.tasks.connectome.task import kinds_of_rows
 
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is not a folder; give another --out")
+        settings = Settings(n_seeds=seeds, n_steps=steps)
         found = study(
-            Settings(n_seeds=seeds, n_steps=steps),
+            settings,
             digits,
-            data,
+            None if data is None else kinds_of_rows(data, settings.n_rows),
             lambda step: typer.echo(f"{step} ...", err=True),
         )
         text = render(theory_tables(found), width=TABLE_WIDTH)

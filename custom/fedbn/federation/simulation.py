@@ -18,7 +18,7 @@ from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, site_report
 from fedbn.federation.server import make_server
-from fedbn.federation.site import VALIDATION, RoundResult, Site, make_network
+from fedbn.federation.site import VALIDATION, Preparation, RoundResult, Site, make_network
 from fedbn.tasks.base import Scores
 from fedbn.tasks.data import SiteData
 
@@ -124,6 +124,7 @@ def federate(
     device: torch.device | str = "cpu",
     on_round: Callable[[int], None] | None = None,
     score_rounds: bool = True,
+    preparations: Mapping[str, Preparation] | None = None,
 ) -> Federation:
     """Run all rounds of an experiment over its sites, one after the other, in this process.
 
@@ -140,8 +141,14 @@ def federate(
     score_rounds
         Whether every round is scored before and after local training; without it `scores` stay
         empty, the weights are the same, and a sixth of the time is saved.
+    preparations
+        Site name to its preparation, where they are others than the experiment's.
     """
-    sites = {name: Site(name, data[name], experiment, device=device) for name in experiment.sites}
+    prepared = preparations or {}
+    sites = {
+        name: Site(name, data[name], experiment, device=device, preparation=prepared.get(name))
+        for name in experiment.sites
+    }
     for site in sites.values():
         site.check_network()
     server = make_server(experiment, *make_network(experiment))

@@ -1,66 +1,93 @@
-"""A comparison of methods as tables: scores, paired differences, and the operating point."""
+"""A comparison of methods as tables: scores, paired differences, and every metric."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from fedbn.federation.results import AFTER_TRAINING
-from fedbn.report.tables import LOOK, SYNTHETIC, WIDTH
+from fedbn.report.tables import (
+    LOOK,
+    SYNTHETIC,
+    WIDTH,
+    heading,
+    in_words,
+    interval,
+    number,
+    sentence,
+    shown_metrics,
+    signed,
+)
 from fedbn.study import paired
+from fedbn.study.cache import task_of
+from fedbn.study.over_sites import MIN_SITES
+from fedbn.study.summary import MACRO
+from fedbn.tasks.base import Metric
 
-MACRO = "macro"
-_LEVEL = {"subject": "by held-out subject", "window": "by window of held-out subjects"}
+_LOSS = Metric("loss", "training loss", higher_is_better=False, in_percent=False)
 _SHORT = {paired.NOT_SHOWN: "not shown", paired.SAME: "the same", paired.UNTOLD: "-"}
 _POOLED_MARK = " *"
 _POOLED = "\n* needs all sites' data in one place, which a federation exists to avoid."
+_CALIBRATION = (
+    " Exc. (excess): distance of mean score and share of the positive class in %, mean over sites "
+    "without its sign. Slope: below 1 where scores are too sure."
+)
 
 
 def comparison_tables(summary: Mapping[str, Any]) -> list[Table]:
     """Build the tables of a finished comparison from the content of its ``summary.json``."""
-    has_windows = summary["n_windows"] != summary["n_subjects"]
-    levels = ("subject", "window") if has_windows else ("subject",)
-    tables = [accuracy_table(summary, level) for level in levels]
+    tables = [scores_table(summary, level) for level in levels(summary)]
     if summary["differences"]:
         tables.append(difference_table(summary))
+    tables += over_sites_tables(summary)
     if summary.get(AFTER_TRAINING):
         tables.append(after_training_table(summary))
     if summary.get("convergence"):
         tables.append(convergence_table(summary))
-    return [*tables, operating_point_table(summary)]
+    return [*tables, metrics_table(summary)]
+
+
+def levels(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is scored: units, and their samples where a unit has more than one."""
+    unit, *parts = task_of(summary).levels
+    return (unit, *(part for part in parts if summary[f"n_{part}s"] != summary[f"n_{unit}s"]))
 
 
 def width(summary: Mapping[str, Any]) -> int:
     """Return the width that the tables need without a broken line: 80, unless there is much."""
     longest = max(len(_title(summary, name)) for name in summary["methods"])
-    return WIDTH + max(0, longest - 18) + 13 * max(0, len(summary["sites"]) - 4)
+    site = max(map(len, summary["sites"]))
+    more = max(0, longest - 18) + max(0, site - 6) + 13 * max(0, len(summary["sites"]) - 4)
+    over_sites = max(0, longest - 12) + 12 if over_sites_tables(summary) else 0
+    return WIDTH + max(more, over_sites)
 
 
-def accuracy_table(summary: Mapping[str, Any], level: str) -> Table:
-    """One row a method, one column a site: mean accuracy and its spread over seeds."""
-    sites = summary["sites"]
+def scores_table(summary: Mapping[str, Any], level: str, metric: Metric | None = None) -> Table:
+    """One row a method, one column a site: a metric (the headline) and its spread over seeds."""
+    sites, task = summary["sites"], task_of(summary)
+    metric = metric or task.metrics[0]
+    unit = task.levels[0]
+    by = f"held-out {unit}" if level == unit else f"{level} of held-out {unit}s"
     table = _table(
         summary,
-        f"accuracy in % {_LEVEL[level]}, mean over {summary['n_folds']} folds and "
+        f"{in_words([metric])} by {by}, mean over {summary['n_folds']} folds and "
         f"{_seeds(summary)} (standard deviation over seeds)",
-        f"macro: every site counts the same.{_pooled_note(summary)}",
+        f"macro: every site counts the same.{_partial(summary, [metric])}{_pooled_note(summary)}",
     )
     table.add_column("method", no_wrap=True)
     for site in sites:
         table.add_column(site, justify="right")
     table.add_column(MACRO, justify="right")
-    for unit in ("subjects", "windows") if level == "window" else ("subjects",):
-        counts = [summary[f"n_{unit}"][site] for site in sites]
-        table.add_row(unit, *map(str, counts), str(sum(counts)))
+    for counted in dict.fromkeys((unit, level)):
+        counts = [summary[f"n_{counted}s"][site] for site in sites]
+        table.add_row(f"{counted}s", *map(str, counts), str(sum(counts)))
     table.add_section()
     for name in summary["methods"]:
         scores = summary["scores"][name]
-        table.add_row(
-            _title(summary, name),
-            *(_percent(scores[scope][level]["accuracy"]) for scope in (*sites, MACRO)),
-        )
+        cells = (_cell(metric, scores[scope][level][metric.name]) for scope in (*sites, MACRO))
+        table.add_row(_title(summary, name), *cells)
     return table
 
 
@@ -68,30 +95,33 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
     """One row a method and scope: the paired difference to the reference, and what it allows."""
     reference = summary["methods"][summary["reference"]]["title"]
     n_looks = sum(len(scopes) for scopes in summary["differences"].values())
+    task = task_of(summary)
+    unit, metric = task.levels[0], task.metrics[0]
+    points = " in points" if metric.in_percent else ""
     table = _table(
         summary,
-        f"difference to {reference}, accuracy in points by held-out subject, paired in each of "
+        f"difference to {reference}, {metric.title}{points} by held-out {unit}, paired in each of "
         f"{summary['n_folds']} folds and {_seeds(summary)}",
         f"{summary['confidence']:.0%} intervals and p of the corrected resampled t test: folds "
-        "share training subjects (Nadeau and Bengio 2003; Bouckaert and Frank 2004). A difference "
+        f"share training {unit}s (Nadeau and Bengio 2003; Bouckaert and Frank 2004). A difference "
         "is called higher or lower only where its interval leaves zero out. "
         f"Of {n_looks} such intervals, about {n_looks * (1 - summary['confidence']):.1f} "
         "would leave zero out by chance alone; Holm: p adjusted for the number of methods, in the "
-        f"macro mean.{_pooled_note(summary)}",
+        f"macro mean.{_partial(summary, [metric])}{_pooled_note(summary)}",
     )
     table.add_column("method", no_wrap=True)
     table.add_column("site")
-    for heading in ("difference", "interval", "p", "Holm"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for name in ("difference", "interval", "p", "Holm"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("so", no_wrap=True)
     for name, scopes in summary["differences"].items():
         for k, scope in enumerate((MACRO, *summary["sites"])):
-            one = scopes[scope]["subject"]["accuracy"]
+            one = scopes[scope][unit][metric.name]
             table.add_row(
                 _title(summary, name) if k == 0 else "",
                 scope,
-                points(one["mean"]),
-                interval(one["low"], one["high"]),
+                signed(metric, one["mean"]),
+                interval(metric, one["low"], one["high"]),
                 _plain(one["p"]),
                 _plain(one["p_holm"]) if scope == MACRO else "",
                 _SHORT.get(one["verdict"], one["verdict"]),
@@ -100,63 +130,108 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def operating_point_table(summary: Mapping[str, Any]) -> Table:
-    """One row a method: how well it ranks, and where it decides, as macro means by subject."""
+def over_sites_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """One table a reference, one row a method and metric: differences with the site as the unit."""
+    if len(summary["sites"]) < MIN_SITES:
+        return []
+    return [
+        _over_sites_table(summary, reference, of_methods)
+        for reference, of_methods in summary.get("over_sites", {}).items()
+        if of_methods
+    ]
+
+
+def _over_sites_table(
+    summary: Mapping[str, Any], reference: str, of_methods: Mapping[str, Any]
+) -> Table:
+    task = task_of(summary)
+    unit, percent = task.levels[0], f"{summary['confidence']:.0%}"
     table = _table(
         summary,
-        "ranking and operating point by held-out subject, macro mean over sites",
-        "AUC does not depend on the threshold; accuracy, balanced accuracy, sensitivity and "
-        "specificity (in %) do. Own: accuracy at a threshold that each site chose on its training "
-        "subjects. Brier: mean squared error of the score, lower is better. Exc. (excess): "
-        "distance of mean score and share of patients in %, mean over sites without its sign. "
-        f"Slope: below 1 where scores are too sure.{_pooled_note(summary)}",
+        f"difference to {summary['methods'][reference]['title']} by held-out {unit}, with the "
+        f"{len(summary['sites'])} sites as the unit",
+        f"A site's difference is its mean over {summary['n_folds']} folds and {_seeds(summary)}. "
+        f"Interval: {percent}, t over sites, widened by what moves all of them together from run "
+        "to run. Signed-rank: p of Wilcoxon's test. Weighted: every "
+        f"{unit} counts the same, bootstrap of sites and then {unit}s, for metrics that are means "
+        f"over {unit}s. Not adjusted for their number.{_pooled_note(summary)}",
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("AUC", "acc.", "own", "bal.", "sens.", "spec.", "Brier", "exc.", "slope"):
-        table.add_column(heading, justify="right")
+    table.add_column("metric", no_wrap=True)
+    for name in ("mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted", "interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    metrics = [m for k, m in enumerate(task.metrics) if k < 2 or not m.in_percent]
+    for name, levels_of in of_methods.items():
+        for k, metric in enumerate(metrics):
+            one = levels_of[unit][metric.name]
+            drawn = one.get("weighted") or dict.fromkeys(("mean", "low", "high"))
+            table.add_row(
+                _title(summary, name) if k == 0 else "",
+                heading(metric),
+                signed(metric, one["mean"]),
+                interval(metric, one["low"], one["high"]),
+                _plain(one["wilcoxon_p"]),
+                f"{one['n_higher']} / {one['n_lower']}",
+                signed(metric, drawn["mean"]),
+                interval(metric, drawn["low"], drawn["high"]),
+            )
+        table.add_section()
+    return table
+
+
+def metrics_table(summary: Mapping[str, Any]) -> Table:
+    """One row a method: every metric, and how far its scores are probabilities, as macro means."""
+    task = task_of(summary)
+    unit = task.levels[0]
+    calibrated = any(of_site for of in summary["calibration"].values() for of_site in of.values())
+    named = [f"{sentence(m.short)}: {m.title}." for m in task.metrics if m.short]
+    low = [m.title for m in task.metrics if not m.higher_is_better]
+    table = _table(
+        summary,
+        f"every metric by held-out {unit}, macro mean over sites",
+        f"In %, but {', '.join(m.title for m in task.metrics if not m.in_percent)}. "
+        + " ".join(named)
+        + (f" Lower is better: {', '.join(low)}." if low else "")
+        + (_CALIBRATION if calibrated else "")
+        + f"{_partial(summary, task.metrics)}{_pooled_note(summary)}",
+    )
+    table.add_column("method", no_wrap=True)
+    for name in (*map(heading, task.metrics), *(("exc.", "slope") if calibrated else ())):
+        table.add_column(name, justify="right")
     for name in summary["methods"]:
-        scores = summary["scores"][name][MACRO]["subject"]
-        calibration = list(summary["calibration"][name].values())
-        slopes = [one["slope"] for one in calibration]
-        table.add_row(
-            _title(summary, name),
-            _plain(scores["auc"]["mean"], 3),
-            *(
-                _plain_percent(scores[metric]["mean"])
-                for metric in (
-                    "accuracy",
-                    "accuracy_own_threshold",
-                    "balanced_accuracy",
-                    "sensitivity",
-                    "specificity",
-                )
-            ),
-            _plain(scores["brier"]["mean"], 3),
-            _plain_percent(sum(abs(one["excess"]) for one in calibration) / len(calibration)),
-            _plain(None if None in slopes else sum(slopes) / len(slopes)),
-        )
+        scores = summary["scores"][name][MACRO][unit]
+        cells = [number(metric, scores[metric.name]["mean"]) for metric in task.metrics]
+        if calibrated:
+            of_sites = list(summary["calibration"][name].values())
+            slopes = [one["slope"] for one in of_sites]
+            excess = sum(abs(one["excess"]) for one in of_sites) / len(of_sites)
+            cells += [
+                f"{100 * excess:.1f}",
+                _plain(None if None in slopes else sum(slopes) / len(slopes)),
+            ]
+        table.add_row(_title(summary, name), *cells)
     return table
 
 
 def after_training_table(summary: Mapping[str, Any]) -> Table:
     """One row a federated method: its sites' scores before and after local training."""
+    task = task_of(summary)
+    unit, metrics = task.levels[0], shown_metrics(task)
     table = _table(
         summary,
-        "the last round by held-out subject, macro mean over sites (standard deviation over seeds)",
-        "Accuracy in %. Before: the final shared weights with each site's own entries, as in the "
-        "other tables. After: each site's network after its local epochs of the last round, before "
-        "the last averaging.",
+        f"the last round by held-out {unit}, macro mean over sites (standard deviation over seeds)",
+        f"{sentence(in_words(metrics))}. Before: the final shared weights with each site's own "
+        "entries, as in the other tables. After: each site's network after its local epochs of "
+        f"the last round, before the last averaging.{_partial(summary, metrics)}",
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("accuracy\nbefore", "accuracy\nafter", "AUC\nbefore", "AUC\nafter"):
-        table.add_column(heading, justify="right")
+    for metric in metrics:
+        for when in ("before", "after"):
+            table.add_column(f"{metric.title}\n{when}", justify="right")
     for name, scopes in summary[AFTER_TRAINING].items():
-        ends = [found[MACRO]["subject"] for found in (summary["scores"][name], scopes)]
-        table.add_row(
-            _title(summary, name),
-            *(_percent(end["accuracy"]) for end in ends),
-            *(_spread(end["auc"]) for end in ends),
-        )
+        ends = [found[MACRO][unit] for found in (summary["scores"][name], scopes)]
+        cells = (_cell(metric, end[metric.name]) for metric in metrics for end in ends)
+        table.add_row(_title(summary, name), *cells)
     return table
 
 
@@ -167,15 +242,15 @@ def convergence_table(summary: Mapping[str, Any]) -> Table:
     table = _table(
         summary,
         f"rounds until the training loss is at most {loss_rule(summary)}, of {found['rounds']}",
-        "Training loss: cross entropy in the last local epoch of a round, measured while the "
-        "weights change and with dropout, mean over sites. Reached: runs that come to it. "
+        "Training loss: in the last local epoch of a round, measured while the weights change, "
+        "mean over sites. Reached: runs that come to it. "
         f"Difference to {other} in rounds, paired, where all runs of both reach it, with the "
         f"{summary['confidence']:.0%} interval of the corrected resampled t test. Last loss: at "
         "the last round (standard deviation over seeds).",
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("median", "range", "reached", "difference", "interval", "last loss"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for column in ("median", "range", "reached", "difference", "interval", "last loss"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, one in found["methods"].items():
         difference = one["difference"] or dict.fromkeys(("mean", "low", "high"))
         low, high = difference["low"], difference["high"]
@@ -186,7 +261,7 @@ def convergence_table(summary: Mapping[str, Any]) -> Table:
             f"{one['reached']} of {one['runs']}",
             "-" if difference["mean"] is None else f"{difference['mean']:+.1f}",
             "-" if low is None or high is None else f"{low:+.1f} to {high:+.1f}",
-            _spread(one["last_loss"]),
+            _cell(_LOSS, one["last_loss"]),
         )
     return table
 
@@ -201,25 +276,25 @@ def loss_rule(summary: Mapping[str, Any]) -> str:
 
 
 def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
-    """Say for each method what its macro accuracy by subject shows, and what was chosen."""
+    """Say for each method what its macro headline metric shows, and what was chosen."""
     reference = summary["methods"][summary["reference"]]["title"]
     sentences = []
     for name, scopes in summary["differences"].items():
-        one = scopes[MACRO]["subject"]["accuracy"]
-        title = summary["methods"][name]["title"]
+        title, task = summary["methods"][name]["title"], task_of(summary)
+        metric = task.metrics[0]
+        one = scopes[MACRO][task.levels[0]][metric.name]
         if one["low"] is None:
             sentences.append(f"{title} and {reference}: {one['verdict']}.")
             continue
-        span = f"{summary['confidence']:.0%} interval {interval(one['low'], one['high'])}"
+        points = " points" if metric.in_percent else ""
+        span = f"{summary['confidence']:.0%} interval {interval(metric, one['low'], one['high'])}"
         if one["verdict"] in (paired.HIGHER, paired.LOWER):
-            sentences.append(
-                f"{title} is {abs(100 * one['mean']):.1f} points {one['verdict']} than "
-                f"{reference} ({span})."
-            )
+            by = signed(metric, abs(one["mean"])).removeprefix("+")
+            sentences.append(f"{title} is {by}{points} {one['verdict']} than {reference} ({span}).")
         else:
             sentences.append(
                 f"{title} against {reference}: {paired.NOT_SHOWN} "
-                f"({points(one['mean'])} points, {span} holds zero)."
+                f"({signed(metric, one['mean'])}{points}, {span} includes zero)."
             )
     for name, counts in summary.get("choices", {}).items():
         if len(counts) > 1:
@@ -232,9 +307,19 @@ def difference_sentences(summary: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def interval(low: float | None, high: float | None) -> str:
-    """Write an interval in points."""
-    return "-" if low is None or high is None else f"{points(low)} to {points(high)}"
+def _partial(summary: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
+    """Say over how few sites a macro mean is in some fold, where a metric is undefined."""
+    unit, n = task_of(summary).levels[0], len(summary["sites"])
+    titles: dict[int, list[str]] = {}
+    for metric in metrics:
+        cells = (scopes[MACRO][unit][metric.name] for scopes in summary["scores"].values())
+        titles.setdefault(min(cell.get("n_sites", n) for cell in cells), []).append(metric.title)
+    return "".join(
+        f" {sentence(', '.join(of))}: over as few as {fewest} of {n} sites in a fold, where it is "
+        "defined."
+        for fewest, of in titles.items()
+        if fewest < n
+    )
 
 
 def _table(summary: Mapping[str, Any], title: str, caption: str) -> Table:
@@ -256,27 +341,16 @@ def _seeds(summary: Mapping[str, Any]) -> str:
     return f"{summary['n_seeds']} seed{'' if summary['n_seeds'] == 1 else 's'}"
 
 
-def _percent(cell: Mapping[str, Any]) -> str:
-    mean, sd = cell["mean"], cell["sd"]
-    return "-" if mean is None else f"{100 * mean:.1f} ({_plain_percent(sd)})"
-
-
-def _spread(cell: Mapping[str, Any]) -> str:
-    return "-" if cell["mean"] is None else f"{cell['mean']:.3f} ({_plain(cell['sd'], 3)})"
+def _cell(metric: Metric, cell: Mapping[str, Any]) -> str:
+    """Write a mean and its standard deviation over seeds."""
+    if cell["mean"] is None:
+        return "-"
+    return f"{number(metric, cell['mean'])} ({number(metric, cell['sd'])})"
 
 
 def _rounds(value: float | None) -> str:
     return "never" if value is None else f"{value:g}"
 
 
-def points(value: float | None) -> str:
-    """Write a difference in points, with its sign; what rounds to zero has that of zero."""
-    return "-" if value is None else f"{round(100 * value, 1) + 0.0:+.1f}"
-
-
-def _plain(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _plain_percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The strongest edges of an experiment as a table, and on a brain."""
+"""The inputs that weigh most, as a table and, where the task draws them, as pictures."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ from dataclasses import replace
 import numpy as np
 from rich.table import Table
 
-from fedbn.report import edges
 from fedbn.report.html import Picture
+from fedbn.report.panels.base import N_FEATURES
+from fedbn.report.panels.registry import panels_of
 from fedbn.report.tables import LOOK, SYNTHETIC
-from fedbn.study.explanation import N_TOP, SHARED, Explanation, strongest_in
+from fedbn.study.explanation import N_TOP, SHARED, Explanation, strongest_first, strongest_in
+from fedbn.tasks.classification import ClassificationTask
 
-N_SHOWN = edges.N_EDGES
 WIDTH = 150
 
 
-def edge_table(explanation: Explanation, n: int = N_SHOWN, n_top: int = N_TOP) -> Table:
-    """One row an edge, the strongest over all sites first."""
-    sites = explanation.experiment.sites
-    n_folds = explanation.experiment.n_folds
+def feature_table(explanation: Explanation, n: int = N_FEATURES, n_top: int = N_TOP) -> Table:
+    """One row an input, the strongest over all sites first."""
+    features, sites = explanation.features, explanation.experiment.sites
+    n_folds, task = explanation.experiment.n_folds, explanation.experiment.task
+    assert isinstance(task, ClassificationTask)
+    positive, noun = task.class_names[-1], features.noun
     mean = {scope: explanation.weights[scope].mean(axis=0) for scope in explanation.scopes}
     spread = explanation.weights[SHARED].std(axis=0, ddof=1)
     separation = explanation.separations[SHARED].mean(axis=0)
     folds = strongest_in(explanation.weights[SHARED], n_top)
     table = Table(
         **LOOK,
-        title=f"{SYNTHETIC if explanation.synthetic else ''}the {n} edges that weigh most, mean "
-        f"over sites and {n_folds} folds",
-        caption="Weights in thousandths of the log odds of autism; plus: a stronger edge speaks "
-        "for it. In brackets: standard\ndeviation over folds. Top: folds in which the edge is "
-        f"among the {n_top} strongest. Apart: what the edge adds to the\ndifference of held-out "
-        "patients and controls; below zero it misleads.",
+        title=f"{SYNTHETIC if explanation.synthetic else ''}the {min(n, len(spread))} {noun}s that "
+        f"weigh most, mean over sites and {n_folds} folds",
+        caption=f"Weights in thousandths of the log odds of {positive}; plus: a larger value "
+        "speaks for it. In brackets: standard deviation over folds. Top: folds in which the "
+        f"{noun} is among the {n_top} strongest. Apart: what the {noun} adds to the difference of "
+        "held-out subjects of both classes; below zero it misleads.",
     )
-    table.add_column("region", max_width=40)
-    table.add_column("region", max_width=40)
+    shown = [features.columns.index(column) for column in features.shown]
+    for column in features.shown:
+        table.add_column(column, max_width=40)
     for heading in ("all sites", *sites, "top", "apart"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for edge in edges.strongest(mean[SHARED], len(explanation.rois), n):
-        k = edge_index(edge.first, edge.second, len(explanation.rois))
+    for k in strongest_first(mean[SHARED])[:n].tolist():
         table.add_row(
-            *(explanation.rois[node][1] for node in (edge.first, edge.second)),
-            f"{1000 * edge.weight:+.1f} ({1000 * spread[k]:.1f})",
+            *(features.names[k][place] for place in shown),
+            f"{1000 * mean[SHARED][k]:+.1f} ({1000 * spread[k]:.1f})",
             *(f"{1000 * mean[site][k]:+.1f}" for site in sites),
             f"{folds[k]}/{n_folds}",
             "-" if np.isnan(separation[k]) else f"{1000 * separation[k]:+.1f}",
@@ -50,18 +53,13 @@ def edge_table(explanation: Explanation, n: int = N_SHOWN, n_top: int = N_TOP) -
     return table
 
 
-def edge_index(first: int, second: int, n_rois: int) -> int:
-    """Return the place of an edge in ``np.triu_indices(n_rois, k=1)`` order, ``first < second``."""
-    return first * n_rois - first * (first + 1) // 2 + second - first - 1
-
-
-def pictures(explanation: Explanation, n: int = N_SHOWN) -> Iterator[Picture]:
-    """Draw each scope's strongest edges, where both regions have coordinates; else nothing."""
+def pictures(explanation: Explanation, n: int = N_FEATURES) -> Iterator[Picture]:
+    """Draw each scope's strongest inputs, where the task has a picture for them."""
+    panels = panels_of(explanation.experiment.task)
     for scope in explanation.scopes:
-        found = edges.strongest(explanation.weights[scope].mean(axis=0), len(explanation.rois), n)
-        inside, _ = edges.located(found, explanation.rois)
-        if inside:
-            for picture in edges.on_a_brain(
-                inside, explanation.rois, synthetic=explanation.synthetic
-            ):
-                yield replace(picture, name=f"{scope}_{picture.name}")
+        weights = explanation.weights[scope].mean(axis=0)
+        drawn = panels.draw_features(
+            explanation.features, weights, n, synthetic=explanation.synthetic
+        )
+        for picture in drawn:
+            yield replace(picture, name=f"{scope}_{picture.name}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedbn.report.held_out import GRID, HeldOut, calibration_points, confusion, mean_roc
 from fedbn.report.tables import SYNTHETIC
+from fedbn.study.over_sites import Line
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -102,8 +102,8 @@ def forest(title: str, bars: Sequence[Bar], axis: str, *, synthetic: bool) -> by
     axes.grid(axis="x", color="#e4e8ec")
     axes.set_axisbelow(True)
     entries = [
-        _handle(marker="o", color=COLOURS[0], label="interval leaves zero out"),
-        _handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
+        handle(marker="o", color=COLOURS[0], label="interval leaves zero out"),
+        handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
     ]
     drawing.figure.legend(
         handles=entries, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
@@ -111,145 +111,64 @@ def forest(title: str, bars: Sequence[Bar], axis: str, *, synthetic: bool) -> by
     return drawing.png()
 
 
-def roc(
-    site: str,
-    scored: Mapping[str, Sequence[HeldOut]],
-    auc: Mapping[str, float | None],
-    *,
-    synthetic: bool,
-) -> bytes:
-    """Draw the ROC of each method at one site, and where on it the method decides.
+@dataclass(frozen=True)
+class Gains:
+    """A method's gain over training alone by site, with the line that was fitted to it."""
 
-    Raises
-    ------
-    ValueError
-        If the site's held-out subjects are of one class.
+    name: str
+    n_train: np.ndarray
+    gain: np.ndarray
+    line: Line | None
+    colour: int = 0
+
+
+def gain_by_size(
+    panels: Mapping[str, Sequence[Gains]], axis: str, *, synthetic: bool, width: float = WIDTH
+) -> bytes:
+    """Draw each site's gain over its training units, one panel a metric; see :func:`fitted_line`.
+
+    Parameters
+    ----------
+    panels
+        Metric, with its unit, to one entry a method.
+    axis
+        What the training units are called.
+    synthetic
+        Whether the subjects are made up.
+    width
+        In inches.
     """
-    drawing = Drawing(5.2, synthetic=synthetic)
-    axes = drawing.axes[0, 0]
-    axes.plot([0, 1], [0, 1], color="#b4bac1", linewidth=1)
-    for k, (name, repetitions) in enumerate(scored.items()):
-        curve = mean_roc(repetitions)
-        if curve is None:
-            raise ValueError(f"site {site!r}: the held-out subjects are of one class")
-        value = auc.get(name)
-        label = name if value is None else f"{name}, AUC {value:.2f}"
-        axes.plot(GRID, curve, color=COLOURS[k], linestyle=LINES[k], linewidth=1.6)
-        counts = confusion(repetitions)
-        true, false = (row[0] / row.sum() for row in counts)
-        axes.plot(
-            false,
-            true,
-            MARKERS[k],
-            color=COLOURS[k],
-            markeredgecolor="black",
-            markersize=8,
-            label=label,
-            zorder=3,
-            clip_on=False,
-        )
-    axes.set_title(f"{site}: ROC, and where each method decides", fontsize=10, loc="left")
-    axes.set_xlabel("controls called patients", fontsize=9)
-    axes.set_ylabel("patients called patients", fontsize=9)
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
-    return drawing.png()
-
-
-def calibration(site: str, scored: Mapping[str, Sequence[HeldOut]], *, synthetic: bool) -> bytes:
-    """Draw the share of patients against the score, in bins; the more subjects the larger."""
-    drawing = Drawing(5.2, synthetic=synthetic)
-    axes = drawing.axes[0, 0]
-    axes.plot([0, 1], [0, 1], color="#b4bac1", linewidth=1)
-    for k, (name, repetitions) in enumerate(scored.items()):
-        points = np.array(calibration_points(repetitions)).reshape(-1, 3)
-        axes.plot(points[:, 0], points[:, 1], color=COLOURS[k], linestyle=LINES[k], linewidth=1.3)
-        axes.scatter(
-            points[:, 0],
-            points[:, 1],
-            s=12 + 5 * points[:, 2],
-            marker=MARKERS[k],
-            color=COLOURS[k],
-            alpha=0.85,
-            label=name,
-            zorder=3,
-            clip_on=False,
-        )
-    axes.set_title(f"{site}: are scores probabilities?", fontsize=10, loc="left")
-    axes.set_xlabel("mean score", fontsize=9)
-    axes.set_ylabel("share of patients", fontsize=9)
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    legend = drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
-    handles: list[Any] = legend.legend_handles
-    for handle in handles:
-        handle.set_sizes([40.0])
-    return drawing.png()
-
-
-def confusions(site: str, scored: Mapping[str, Sequence[HeldOut]], *, synthetic: bool) -> bytes:
-    """Draw one confusion matrix a method: subjects, and their share of the row."""
-    columns = min(2, len(scored))
-    rows = -(-len(scored) // columns)
-    drawing = Drawing(1.75 * rows + 0.5, synthetic=synthetic, rows=rows, columns=columns)
-    for axes in drawing.axes.flat[len(scored) :]:
-        axes.set_visible(False)
-    for axes, (name, repetitions) in zip(drawing.axes.flat, scored.items(), strict=False):
-        counts = confusion(repetitions)
-        share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
-        axes.imshow(share, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for (row, column), n in np.ndenumerate(counts):
-            axes.text(
-                column,
-                row,
-                f"{n:.0f}\n{100 * share[row, column]:.0f} %",
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="white" if share[row, column] > 0.55 else "black",
+    drawing = Drawing(2.7 * len(panels) + 0.5, synthetic=synthetic, width=width, rows=len(panels))
+    for axes, (metric, methods) in zip(drawing.axes[:, 0], panels.items(), strict=True):
+        axes.axhline(0, color="black", linewidth=1)
+        for one in methods:
+            colour = COLOURS[one.colour]
+            if one.line is not None:
+                axes.fill_between(
+                    one.line.x, one.line.low, one.line.high, color=colour, alpha=0.15, linewidth=0
+                )
+                axes.plot(one.line.x, one.line.y, color=colour, linestyle=LINES[one.colour])
+            axes.plot(
+                one.n_train, one.gain, MARKERS[one.colour], color=colour, markersize=6, alpha=0.85
             )
-        axes.set_xticks([0, 1], ["called\npatient", "called\ncontrol"], fontsize=8.5)
-        axes.set_yticks([0, 1], ["patient", "control"], fontsize=8.5)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_title(f"{site}, {name}", fontsize=9.5, loc="left")
-    return drawing.png()
-
-
-def shares_called(
-    scored: Mapping[str, Mapping[str, Sequence[HeldOut]]], *, synthetic: bool
-) -> bytes:
-    """Draw for each site the share of patients, and the share that each method calls so."""
-    sites = list(next(iter(scored.values())))
-    drawing = Drawing(0.75 * len(sites) + 1.7, synthetic=synthetic)
-    axes = drawing.axes[0, 0]
-    for row, site in enumerate(sites):
-        share = np.mean([one.targets.mean() for one in next(iter(scored.values()))[site]])
-        axes.plot([share, share], [row - 0.38, row + 0.38], color="black", linewidth=3)
-    spread = np.linspace(-0.26, 0.26, len(scored)) if len(scored) > 1 else np.zeros(1)
-    for k, (name, by_site) in enumerate(scored.items()):
-        called = [np.mean([one.called.mean() for one in by_site[site]]) for site in sites]
-        axes.plot(
-            called,
-            np.arange(len(sites)) + spread[k],
-            MARKERS[k],
-            color=COLOURS[k],
-            markersize=7,
-            label=name,
-            clip_on=False,
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel(f"gain in {metric}", fontsize=9)
+        axes.grid(color="#e4e8ec")
+        axes.set_axisbelow(True)
+    drawing.axes[0, 0].set_title("gain over training alone, by site", fontsize=10, loc="left")
+    drawing.axes[-1, 0].set_xlabel(axis, fontsize=9)
+    handles = [
+        handle(
+            marker=MARKERS[one.colour],
+            linestyle=LINES[one.colour],
+            color=COLOURS[one.colour],
+            label=one.name,
         )
-    axes.set_yticks(range(len(sites)), sites)
-    axes.set_ylim(len(sites) - 0.45, -0.55)
-    axes.set_xlim(0, 1)
-    axes.grid(axis="x", color="#e4e8ec")
-    axes.set_axisbelow(True)
-    axes.set_title("share of subjects called patients", fontsize=10, loc="left")
-    handles = [_handle(color="black", linewidth=3, label="are patients")]
+        for one in next(iter(panels.values()))
+    ]
     drawing.figure.legend(
-        handles=[*handles, *axes.get_legend_handles_labels()[0]],
-        loc="outside lower center",
-        ncols=2,
-        fontsize=8.5,
-        frameon=False,
+        handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
     )
     return drawing.png()
 
@@ -308,7 +227,7 @@ def training_loss(
                 clip_on=False,
             )
     handles = [
-        _handle(
+        handle(
             color=COLOURS[one.colour],
             linestyle=LINES[one.colour],
             marker=MARKERS[one.colour],
@@ -316,10 +235,10 @@ def training_loss(
         )
         for one in losses
     ]
-    handles.append(_handle(color=GREY, linewidth=1.2, label=target_name))
+    handles.append(handle(color=GREY, linewidth=1.2, label=target_name))
     axes.set_title("training loss, mean over sites", fontsize=10, loc="left")
     axes.set_xlabel("rounds", fontsize=9)
-    axes.set_ylabel("cross entropy by window", fontsize=9)
+    axes.set_ylabel("loss", fontsize=9)
     axes.grid(color="#e4e8ec")
     axes.set_axisbelow(True)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -365,11 +284,11 @@ def convergence(
                     "marker": MARKERS[curve.colour] if len(curve.rounds) == 1 else None,
                 }
                 axes.plot(curve.rounds, values, **style)
-                handles[prefix + what] = _handle(**style, label=prefix + what)
+                handles[prefix + what] = handle(**style, label=prefix + what)
         value = level.get(metric)
         if value is not None:
             axes.axhline(value, color=GREY, linestyle="-.", linewidth=1.3)
-            handles["trained alone"] = _handle(
+            handles["trained alone"] = handle(
                 color=GREY, linestyle="-.", linewidth=1.3, label="trained alone"
             )
         axes.set_ylabel(metric, fontsize=9)
@@ -480,7 +399,8 @@ def embedding(
     return drawing.png()
 
 
-def _handle(**style: Any) -> Any:
+def handle(**style: Any) -> Any:
+    """Return an entry of a legend."""
     from matplotlib.lines import Line2D
 
     if "marker" in style and "linestyle" not in style:

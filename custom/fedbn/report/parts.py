@@ -2,112 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from fedbn.report import edges, figures, site_models
-from fedbn.report.held_out import HeldOut, Scored, mean_roc
+from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING
+from fedbn.federation.site import Site
+from fedbn.report import figures, site_models
 from fedbn.report.html import Page, Picture
+from fedbn.report.panels.base import N_FEATURES
+from fedbn.report.panels.registry import panels_of
 from fedbn.report.site_models import SiteModels
 from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.study.explanation import feature_weights, features_of, strongest_first
+from fedbn.tasks.base import Task
+from fedbn.tasks.bundling import class_names
 from fedbn.tasks.data import SiteData
 
 MATRICES_UP_TO = 3
 """Batch-norm layers that get a heat map each; of more, all are rows of one."""
 
-MIN_FOR_CALIBRATION = 30
-"""Fewer held-out subjects than this say nothing about ten bins of scores."""
-
 NEEDS_DATA = "give the folder of the site stores with --data to see it."
 ABOUT_SCORES = (
-    "The curves, counts and clouds of points on this page are made of the scores and connectomes "
+    "The curves, counts and clouds of points on this page are made of the scores and samples "
     "of subjects, without ids. A small site's curve can be read back to its scores: the page "
     "belongs where the data are, and goes no further than its makers decide."
 )
 
 
-def ranking_pictures(
-    page: Page, scored: Scored, auc: Mapping[str, Mapping[str, float | None]], over: str
-) -> None:
-    """Show for each site how a method ranks, where it decides, and what its scores are worth.
+def followed_curves(
+    task: Task,
+    followed: Mapping[int, Mapping[str, Mapping[str, float]]],
+    name: str,
+    colour: int = 0,
+) -> dict[str, figures.Curve]:
+    """Return the first and the last number that a task follows as curves, by what they are.
 
     Parameters
     ----------
-    page
-        To add to.
-    scored
-        Held-out subjects by method and site.
-    auc
-        Method and site to the AUC of its legend.
-    over
-        What counts and curves are means over, for the captions.
+    task
+        The task.
+    followed
+        Round, and before or after training, to these numbers.
+    name
+        Of the method.
+    colour
+        Counts from 0.
     """
-    sites = list(next(iter(scored.values())))
-    synthetic = page.synthetic
-    page.heading("Where each method decides")
-    page.text(
-        "Each curve says how a method ranks a site's held-out subjects; the mark on it is where "
-        "the method decides. Two methods with one curve and two marks differ in their operating "
-        "point alone. Over several seeds curve and mark are means, and a mark can lie off its "
-        "curve. The bars of the next picture are the sites' true shares of patients: a "
-        "method that knows its site's share lies near them."
-    )
-    called = figures.shares_called(scored, synthetic=synthetic)
-    pictures = [
-        Picture("shares_called", called, "Share of subjects that each method calls patients.", over)
-    ]
-    without = []
-    for site in sites:
-        of_site = _at(scored, site)
-        if any(mean_roc(repetitions) is None for repetitions in of_site.values()):
-            without.append(site)
-            continue
-        values = {name: auc.get(name, {}).get(site) for name in scored}
-        curve = figures.roc(site, of_site, values, synthetic=synthetic)
-        pictures.append(Picture(f"roc_{site}", curve, f"ROC curves at site {site}.", over))
-    page.show(pictures)
-    if without:
-        page.absent(
-            f"No ROC at {', '.join(without)}: the held-out subjects there are of one class."
+    rounds = np.array(sorted(followed))
+    curves = {}
+    for number in dict.fromkeys((task.followed[0], task.followed[-1])):
+        label, factor = followed_label(task, number)
+        before, after = (
+            factor * np.array([followed[k].get(when, {}).get(number, math.nan) for k in rounds])
+            for when in (BEFORE_TRAINING, AFTER_TRAINING)
         )
-    page.heading("Confusion matrices")
-    page.text("Subjects, and their share of all patients (or controls) of the site.")
-    page.show(
-        [
-            Picture(
-                f"confusion_{site}",
-                figures.confusions(site, _at(scored, site), synthetic=synthetic),
-                f"Confusion matrices at site {site}.",
-                over,
-            )
-            for site in sites
-        ]
-    )
-    page.heading("Calibration")
-    page.text(
-        "Scores in ten equal bins: their mean against the share of patients among these subjects, "
-        "the mark the larger the more of them. On the diagonal a score is a probability; above it "
-        "patients are missed, below it controls are called patients. Bins of fewer than five "
-        "scores are left out."
-    )
-    enough = [site for site in sites if _n_subjects(scored, site) >= MIN_FOR_CALIBRATION]
-    page.show(
-        [
-            Picture(
-                f"calibration_{site}",
-                figures.calibration(site, _at(scored, site), synthetic=synthetic),
-                f"Calibration curves at site {site}.",
-                over,
-            )
-            for site in enough
-        ]
-    )
-    if len(enough) < len(sites):
-        few = ", ".join(site for site in sites if site not in enough)
-        page.absent(f"Not drawn: {few}, with fewer than {MIN_FOR_CALIBRATION} held-out subjects.")
+        if not (np.isnan(before).all() and np.isnan(after).all()):
+            curves[label] = figures.Curve(name, rounds, before, after, colour)
+    return curves
+
+
+def followed_label(task: Task, number: str) -> tuple[str, int]:
+    """Return what a followed number is called, and what it is multiplied by."""
+    for level in task.levels:
+        for metric in task.metrics:
+            if number == f"{level}_{metric.name}":
+                percent = ", %" if metric.in_percent else ""
+                return f"{metric.title} by {level}{percent}", 100 if metric.in_percent else 1
+    return number.replace("_", " "), 1
 
 
 def convergence_pictures(
@@ -128,26 +93,61 @@ def convergence_pictures(
     )
 
 
-def site_differences(
-    page: Page, models: SiteModels | None, stores: Mapping[str, SiteData] | None, why_not: str
+def sites_inside(
+    page: Page,
+    models: SiteModels | None,
+    data: Mapping[str, SiteData] | None,
+    why_not: str,
+    on_step: Callable[[str], None],
 ) -> None:
-    """Add the section on how different the sites are."""
+    """Add the sections on how the sites' networks differ, and on what they look at.
+
+    Parameters
+    ----------
+    page
+        To add to.
+    models
+        The sites' models, or ``None``.
+    data
+        The sites' data, or ``None``.
+    why_not
+        What is said where there is no model.
+    on_step
+        Called with what is begun.
+    """
+    on_step("drawing how the sites differ")
     page.section("How different the sites are")
     if models is None:
         page.absent(why_not)
-        return
-    _batch_norm_distances(page, models)
-    page.heading("Connectomes, before and after the first batch norm")
-    if stores is None:
-        page.absent(f"The embedding of connectomes is not here: {NEEDS_DATA}")
-        return
-    if not models.layers:
+    else:
+        _batch_norm_distances(page, models)
+    sites = None if models is None or data is None else site_models.checked_sites(models, data)
+    page.heading("Samples, before and after the first batch norm")
+    if sites is None:
+        page.absent(why_not if models is None else f"The embedding is not here: {NEEDS_DATA}")
+    else:
+        _embeddings(page, sites)
+    page.section("The inputs that weigh most")
+    if sites is None:
+        page.absent(why_not if models is None else f"This is computed from samples: {NEEDS_DATA}")
+    else:
+        on_step("attributing the sites' scores to the inputs")
+        _features(page, sites)
+
+
+def _embeddings(page: Page, sites: Mapping[str, Site]) -> None:
+    if not next(iter(sites.values())).partition.layers:
         page.absent("The embedding is not here: the network has no batch norm with statistics.")
         return
-    found = site_models.embeddings(models, {name: stores[name] for name in models.by_site})
+    try:
+        found = site_models.embeddings(sites)
+    except ValueError as error:
+        page.absent(f"The embedding is not here: {error}.")
+        return
+    unit = next(iter(sites.values())).task.levels[0]
     page.text(
-        "One small mark a subject (the mean of its windows) and one large mark a site, on the two "
-        "first principal components of all subjects together (scikit-learn's PCA). Every site's "
+        f"One small mark a {unit} (the mean of its samples) and one large mark a site, on the two "
+        f"first principal components of all {unit}s together (scikit-learn's PCA). Every site's "
         "samples went through its own network. The share below each picture is how much of the "
         "variance, over all features and not these two alone, lies between the sites' means."
     )
@@ -158,17 +158,51 @@ def site_differences(
                 figures.embedding(
                     one.title,
                     one.points,
-                    list(models.by_site),
+                    list(sites),
                     one.owner,
                     list(one.explained),
                     synthetic=page.synthetic,
                 ),
-                f"Subjects by site on two principal components: {one.title}.",
+                f"{unit}s by site on two principal components: {one.title}.",
                 f"{100 * one.between:.1f} % of the variance lies between sites.",
             )
             for k, one in enumerate(found)
         ]
     )
+
+
+def _features(page: Page, sites: Mapping[str, Site]) -> None:
+    any_site = next(iter(sites.values()))
+    try:
+        features = features_of(any_site)
+        of_sites = [feature_weights(site).weight for site in sites.values()]
+    except (ValueError, ArithmeticError) as error:
+        page.absent(f"Not here: {error}.")
+        return
+    weights = np.mean(of_sites, axis=0)
+    panels, positive = panels_of(any_site.task), class_names(any_site.task)[-1]
+    page.text(
+        f"The weight of a {features.noun} is its mean absolute attribution (integrated gradients, "
+        f"Sundararajan et al., 2017) over the subjects, in log odds of {positive}, with the sign "
+        "of the direction; the mean over the sites' networks, as `fedbn explain` has it. It is of "
+        "one trained model (one fold, one seed) and says what that model looks at: it is no "
+        f"finding about {positive}. How steady it is over folds, `fedbn explain` says."
+    )
+    page.show(panels.draw_features(features, weights, synthetic=page.synthetic))
+    if about := panels.about_features(features):
+        page.text(about)
+    table = Table(
+        **LOOK,
+        title=f"{SYNTHETIC if page.synthetic else ''}the {min(N_FEATURES, len(weights))} "
+        f"{features.noun}s that weigh most",
+        caption=f"Weight in thousandths of the log odds; a plus speaks for {positive}.",
+    )
+    table.add_column("weight", justify="right")
+    for column in features.columns:
+        table.add_column(column)
+    for k in strongest_first(weights)[:N_FEATURES].tolist():
+        table.add_row(f"{1000 * weights[k]:+.1f}", *features.names[k])
+    page.table(table)
 
 
 def _batch_norm_distances(page: Page, models: SiteModels) -> None:
@@ -236,71 +270,6 @@ def _heat_maps(
     return [Picture(file, png, f"Distance of {what} for each layer and pair of sites.")]
 
 
-def telling_edges(page: Page, models: SiteModels | None, why_not: str) -> None:
-    """Add the section on the edges that weigh most."""
-    page.section("The edges that weigh most")
-    if models is None:
-        page.absent(why_not)
-        return
-    weights = edges.attribution(models)
-    if weights is None or len(weights) != len(models.rois) * (len(models.rois) - 1) // 2:
-        page.absent(
-            f"Not for network {models.experiment.network.name}: its input is not the edges in "
-            "order, followed by linear layers."
-        )
-        return
-    found = edges.strongest(weights, len(models.rois))
-    inside, outside = edges.located(found, models.rois)
-    page.text(
-        "The weight of an edge is the product of the trained weights along each path from it to "
-        "the log odds of autism, with each batch norm's scale and without the ReLU, added up over "
-        "the paths; the mean over the sites' networks. It is of one trained model (one fold, one "
-        "seed) and says what that model looks at. It is no finding about autism."
-    )
-    if inside:
-        page.show(edges.on_a_brain(inside, models.rois, synthetic=page.synthetic))
-        which = "all" if not outside else f"{len(inside)} of the"
-        page.text(
-            f"Drawn are {which} {len(found)} strongest edges, between the centres of mass of the "
-            "Harvard-Oxford maximum-probability labels (25 %, 1 mm). Orange: the stronger the "
-            "edge, the higher the odds of autism; purple: the lower. ABIDE's files do not say "
-            "which cortical ids are left and which right; it is inferred from the data."
-        )
-    else:
-        page.absent(
-            f"None of these edges is drawn on a brain: atlas {models.atlas!r} is not one whose "
-            "coordinates this package has (Harvard-Oxford as in ABIDE)."
-        )
-    if inside and outside:
-        known = edges.coordinates()
-        nodes = {node for edge in outside for node in (edge.first, edge.second)}
-        unknown = sorted(models.rois[node][0] for node in nodes if models.rois[node] not in known)
-        what = "1 edge is" if len(outside) == 1 else f"{len(outside)} edges are"
-        page.absent(
-            f"{what} not drawn: for ROI {', '.join(unknown)} there are no coordinates that could "
-            "be verified."
-        )
-    page.table(_edge_table(found, models.rois, synthetic=page.synthetic))
-
-
-def _edge_table(
-    found: Sequence[edges.Edge], rois: Sequence[tuple[str, str]], *, synthetic: bool
-) -> Table:
-    table = Table(
-        **LOOK,
-        title=f"{SYNTHETIC if synthetic else ''}the {len(found)} strongest edges",
-        caption="Relative: 100 is the strongest. A plus speaks for autism.",
-    )
-    table.add_column("weight", justify="right")
-    table.add_column("region")
-    table.add_column("region")
-    top = max((abs(edge.weight) for edge in found), default=1.0) or 1.0
-    for edge in found:
-        names = (f"{rois[node][1]} ({rois[node][0]})" for node in (edge.first, edge.second))
-        table.add_row(f"{100 * edge.weight / top:+.0f}", *names)
-    return table
-
-
 def made_from(page: Page, facts: Mapping[str, Any]) -> None:
     """Add the section on what the page was made from, and what is in it of subjects."""
     page.section("How this was made")
@@ -349,11 +318,3 @@ def _share_fact(share: float | Mapping[str, float]) -> dict[str, str]:
         else ", ".join(f"{site} {of_site:g}" for site, of_site in share.items())
     )
     return {"share of training subjects": text}
-
-
-def _at(scored: Scored, site: str) -> dict[str, list[HeldOut]]:
-    return {name: by_site[site] for name, by_site in scored.items()}
-
-
-def _n_subjects(scored: Scored, site: str) -> int:
-    return min(len(by_site[site][0].targets) for by_site in scored.values())

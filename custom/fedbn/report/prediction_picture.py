@@ -1,6 +1,6 @@
 """One scan's prediction as a picture: which connections spoke for it, by name and on a brain.
 
-Attribution is by integrated gradients (see :mod:`fedbn.tasks.connectome.attribution`) against the
+Attribution is by integrated gradients (see :mod:`fedbn.tasks.attribution`) against the
 site's mean training subject, in log odds. The picture says how much of the whole it draws.
 """
 
@@ -15,16 +15,14 @@ import numpy as np
 from fedbn.models.bundle import Bundle
 from fedbn.models.prediction import Prediction
 from fedbn.models.site_model import NOTICE
-from fedbn.report.edges import Edge, coordinates, located
 from fedbn.report.figures import COLOURS, GREY, figure_png
+from fedbn.report.panels.connectome import Edge, Roi, connectivity, located
 from fedbn.report.tables import SYNTHETIC
 from fedbn.tasks.connectome.prediction import rois_of
 
 N_BARS = 15
 FOR_AUTISM, FOR_CONTROL = COLOURS[1], COLOURS[0]
 _NAME_WIDTH = 34
-
-Rois = Sequence[tuple[str, str]]
 
 
 def prediction_picture(bundle: Bundle, prediction: Prediction) -> bytes:
@@ -39,22 +37,23 @@ def prediction_picture(bundle: Bundle, prediction: Prediction) -> bytes:
     rois, found = rois_of(bundle.trained_on), prediction.explanation
     first, second = np.triu_indices(len(rois), k=1)
     edges = [
-        Edge(int(first[k]), int(second[k]), float(found.values[k])) for k in found.strongest(N_BARS)
+        Edge(rois[first[k]], rois[second[k]], float(found.values[k]))
+        for k in found.strongest(N_BARS)
     ]
-    on_brain, _ = located(edges, rois)
+    on_brain, _ = located(edges)
     figure = Figure(figsize=(10, 6.4) if on_brain else (7.6, 6.4))
     FigureCanvasAgg(figure)
     # Left of the axes is room for two names of regions; below is room for what the bars mean.
     bars = figure.add_axes((0.43, 0.24, 0.2, 0.58) if on_brain else (0.57, 0.24, 0.38, 0.58))
-    _draw_bars(bars, rois, edges)
+    _draw_bars(bars, edges)
     if on_brain:
-        _draw_brain(figure, rois, on_brain)
+        _draw_brain(figure, on_brain)
     _write_words(figure, bundle, prediction, edges)
     return figure_png(figure)
 
 
-def _draw_bars(axes: Any, rois: Rois, edges: Sequence[Edge]) -> None:
-    names = [f"{_name(rois[edge.first])} | {_name(rois[edge.second])}" for edge in edges]
+def _draw_bars(axes: Any, edges: Sequence[Edge]) -> None:
+    names = [f"{_name(edge.first)} | {_name(edge.second)}" for edge in edges]
     values = [edge.weight for edge in edges]
     colours = [FOR_AUTISM if value > 0 else FOR_CONTROL for value in values]
     hatches = ["" if value > 0 else "////" for value in values]
@@ -70,24 +69,19 @@ def _draw_bars(axes: Any, rois: Rois, edges: Sequence[Edge]) -> None:
     axes.set_xlabel("← control      autism →\nadded log odds", fontsize=8)
 
 
-def _name(roi: tuple[str, str]) -> str:
+def _name(roi: Roi) -> str:
     return textwrap.shorten(roi[1] or roi[0], _NAME_WIDTH, placeholder="…")
 
 
-def _draw_brain(figure: Any, rois: Rois, edges: Sequence[Edge]) -> None:
+def _draw_brain(figure: Any, edges: Sequence[Edge]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from nilearn.plotting import plot_connectome
 
-    nodes = sorted({node for edge in edges for node in (edge.first, edge.second)})
-    place = {node: k for k, node in enumerate(nodes)}
-    matrix = np.zeros((len(nodes), len(nodes)))
-    for edge in edges:
-        a, b = place[edge.first], place[edge.second]
-        matrix[a, b] = matrix[b, a] = edge.weight
+    matrix, points = connectivity(edges)
     top = float(np.abs(matrix).max())
     plot_connectome(
         matrix,
-        np.array([coordinates()[rois[node]] for node in nodes]),
+        points,
         figure=figure,
         axes=(0.65, 0.26, 0.34, 0.54),
         display_mode="z",

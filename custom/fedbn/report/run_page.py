@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import (
@@ -22,23 +21,26 @@ from fedbn.federation.results import (
 from fedbn.federation.simulation import federate, read_sites
 from fedbn.federation.site_state import SiteStateError, read_scores_file
 from fedbn.report import figures, parts, site_models
-from fedbn.report.held_out import HeldOut, Scored
 from fedbn.report.html import Page
+from fedbn.report.panels.base import Folds
+from fedbn.report.panels.registry import panels_of
 from fedbn.report.reading import early_end, read_results, results_file
 from fedbn.report.site_models import SiteModels
 from fedbn.report.tables import (
-    LOOK,
-    SYNTHETIC,
+    curve_of,
     curve_table,
     finetuned_table,
     gain_table,
     groups_table,
+    metrics_table,
 )
-from fedbn.tasks.base import Scores
+from fedbn.tasks.base import Scores, Task
 from fedbn.tasks.data import SiteData
 
 _KINDS = (ALONE, FEDERATED, FINETUNED)
-_METRICS = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")
+
+Scored = dict[str, dict[str, Folds]]
+"""Kind of model, then site, to the scores of its held-out units."""
 
 
 def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None]) -> Page:
@@ -49,8 +51,8 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     folder
         A simulator workspace, a downloaded job, or a ``results.json``.
     data_root
-        Folder of the site stores, for what needs a subject's class or connectome. Where the sites'
-        models are not below `folder`, the run is done once more in this process for them.
+        Folder of the sites' data, for what needs a unit's class or sample. Where the sites' models
+        are not below `folder`, the run is done once more in this process for them.
     on_step
         Called with what is begun.
 
@@ -70,45 +72,45 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     )
     page.section("What each site gained")
     page.table(gain_table(results))
-    page.table(decision_table(results))
     if any(FINETUNED in report for report in results["sites"].values()):
         page.table(finetuned_table(results))
     if any("groups" in one for one in results["rounds"]):
         page.section("Groups of sites")
         page.table(groups_table(results))
     page.section("Convergence")
+    whose = curve_of(next(iter(results["sites"].values())))[1]
     page.text(
-        "The site's held-out subjects, scored with the round's received weights and the site's own "
+        f"The site's {whose} subjects, scored with the round's received weights and the site's own "
         "entries, and again after its local epochs."
     )
-    panels = {site: _panels(results, site) for site in results["sites"]}
+    panels = {site: _curves(experiment.task, results, site) for site in results["sites"]}
     parts.convergence_pictures(
-        page, {site: found for site, found in panels.items() if found}, _levels(results)
+        page,
+        {site: found for site, found in panels.items() if found},
+        _levels(experiment.task, results),
     )
     page.table(curve_table(results), folded="the same as a table")
     on_step("reading the sites' models")
     models, scored = _models(folder, results, experiment, stores, on_step)
-    page.section("Ranking and operating point")
+    page.section("Every metric")
+    page.table(metrics_table(results))
     if scored:
-        auc = {
-            kind: {site: _auc(results, site, kind) for site in results["sites"]} for kind in scored
+        unit = experiment.task.levels[0]
+        shown = {
+            kind: {site: r[kind][unit] for site, r in results["sites"].items() if kind in r}
+            for kind in scored
         }
         over = f"Held-out subjects of fold {experiment.fold}."
-        parts.ranking_pictures(page, scored, auc, over)
+        panels_of(experiment.task).held_out(page, scored, shown, over)
     elif stores is None:
-        page.absent(
-            f"ROC, confusion matrices and calibration need the subjects' classes: "
-            f"{parts.NEEDS_DATA}"
-        )
+        page.absent(f"Pictures of single subjects' scores need their data: {parts.NEEDS_DATA}")
     else:
         page.absent("No site has kept its predictions below this folder.")
     why_not = (
         f"No site's model is below this folder. To run the experiment once more in this process, "
         f"{parts.NEEDS_DATA}"
     )
-    on_step("drawing how the sites differ")
-    parts.site_differences(page, models, stores, why_not)
-    parts.telling_edges(page, models, why_not)
+    parts.sites_inside(page, models, stores, why_not, on_step)
     parts.made_from(
         page,
         {
@@ -123,89 +125,36 @@ def run_page(folder: Path, data_root: Path | None, on_step: Callable[[str], None
     return page
 
 
-def decision_table(results: Mapping[str, Any]) -> Table:
-    """One row a site and model: how it ranks and where it decides, by held-out subject."""
-    table = Table(
-        **LOOK,
-        title=(
-            f"{SYNTHETIC if results.get('synthetic') else ''}ranking and operating point by "
-            "held-out subject"
-        ),
-        caption="AUC does not depend on the threshold of 0.5; the others (in %) do.",
-    )
-    for heading in ("site", "model"):
-        table.add_column(heading)
-    for heading in ("AUC", "accuracy", "balanced", "sensitivity", "specificity", "patients in %"):
-        table.add_column(heading, justify="right")
-    for site, report in results["sites"].items():
-        for kind in _KINDS:
-            if kind not in report:
-                continue
-            found = report[kind]["subject"]
-            cells = [
-                "-"
-                if found[name] is None
-                else f"{found[name]:.3f}"
-                if name == "auc"
-                else f"{100 * found[name]:.1f}"
-                for name in _METRICS
-            ]
-            share = f"{100 * report['autism_share_test']:.0f}"
-            table.add_row(site, kind, *cells, share)
-        table.add_section()
-    return table
-
-
 # ------------------------------------------------------------------------------------- curves
 
 
-def _panels(results: Mapping[str, Any], site: str) -> dict[str, list[figures.Curve]]:
-    curve = results["sites"][site]["curve"]
-    if not curve:
-        return {}
-    panels = {
-        "accuracy by subject, %": _curve(
-            [
-                (
-                    point["round"],
-                    *(
-                        _percent(point[when]["subject"]["accuracy"])
-                        for when in (BEFORE_TRAINING, AFTER_TRAINING)
-                    ),
-                )
-                for point in curve
-            ]
-        )
-    }
-    entropy = [
-        (
-            one["round"],
-            *(
-                _number(one["sites"][site].get(when, {}).get("cross_entropy"))
-                for when in (BEFORE_TRAINING, AFTER_TRAINING)
-            ),
-        )
-        for one in results["rounds"]
-        if site in one.get("sites", {})
-    ]
-    if entropy:
-        panels["cross entropy by window"] = _curve(entropy)
-    return {metric: [found] for metric, found in panels.items()}
+def _curves(task: Task, results: Mapping[str, Any], site: str) -> dict[str, list[figures.Curve]]:
+    """Return a site's curves: of the headline metric, and of what the rounds' facts follow."""
+    followed: dict[int, dict[str, dict[str, float]]] = {}
+    unit, headline = task.levels[0], task.metrics[0].name
+    curve, _ = curve_of(results["sites"][site])
+    for point in curve:
+        for when in (BEFORE_TRAINING, AFTER_TRAINING):
+            of_round = followed.setdefault(point["round"], {}).setdefault(when, {})
+            of_round[f"{unit}_{headline}"] = _number(point[when][unit][headline])
+    for one in results["rounds"]:
+        facts = one.get("sites", {}).get(site, {})
+        for when in (BEFORE_TRAINING, AFTER_TRAINING):
+            of_round = followed.setdefault(one["round"], {}).setdefault(when, {})
+            numbers = facts.get(when, {}).items()
+            of_round |= {k: _number(value) for k, value in numbers if k in task.followed}
+    found = parts.followed_curves(task, followed, FEDERATED)
+    return {label: [one] for label, one in found.items()}
 
 
-def _curve(points: list[tuple[float, ...]]) -> figures.Curve:
-    rounds, before, after = np.array(points, dtype=np.float64).T
-    return figures.Curve(FEDERATED, rounds, before, after)
-
-
-def _levels(results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+def _levels(task: Task, results: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Return what each site's network reaches that it trains by itself."""
+    metric, unit = task.metrics[0], task.levels[0]
+    label, factor = parts.followed_label(task, f"{unit}_{metric.name}")
     return {
-        site: {
-            "accuracy by subject, %": 100 * report[ALONE]["subject"]["accuracy"]
-            if ALONE in report and report[ALONE]["subject"]["accuracy"] is not None
-            else None
-        }
+        site: {label: factor * _number(report[ALONE][unit][metric.name])}
         for site, report in results["sites"].items()
+        if ALONE in report and report["curve"]
     }
 
 
@@ -235,12 +184,12 @@ def _models(
             "the experiment run once more gives other weights than this run had: the data, the "
             "versions or the machine differ; leave --data out"
         )
-    scored = {FEDERATED: {}}
-    for name in federation.sites:
-        site = federation.sites[name]
-        final = site.evaluate(federation.received[name], federation.local[name])
-        scored[FEDERATED][name] = [_held_out(final)]
-    return site_models.from_federation(federation, experiment, experiment.sites), scored
+    final: dict[str, Folds] = {
+        name: [[site.evaluate(federation.received[name], federation.local[name])]]
+        for name, site in federation.sites.items()
+    }
+    models = site_models.from_federation(federation, experiment, experiment.sites)
+    return models, {FEDERATED: final}
 
 
 def _kept_scores(
@@ -259,24 +208,10 @@ def _kept_scores(
             if not np.array_equal(scores.units, np.unique(sites[name].test.owners)):
                 raise SiteStateError(f"{paths[0]}: {kind!r} is not of this fold's samples")
     return {
-        kind: {name: [_held_out(kinds[kind])] for name, kinds in found.items()}
+        kind: {name: [[kinds[kind]]] for name, kinds in found.items()}
         for kind in _KINDS
         if all(kind in kinds for kinds in found.values())
     }
-
-
-def _held_out(scores: Scores) -> HeldOut:
-    positive = scores.columns["p_1"]
-    return HeldOut(scores.columns["target"], positive, positive >= 0.5)
-
-
-def _auc(results: Mapping[str, Any], site: str, kind: str) -> float | None:
-    found = results["sites"][site].get(kind)
-    return None if found is None else found["subject"]["auc"]
-
-
-def _percent(value: float | None) -> float:
-    return math.nan if value is None else 100 * value
 
 
 def _number(value: float | None) -> float:

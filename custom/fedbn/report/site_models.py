@@ -2,7 +2,7 @@
 
 The models come from a FLARE workspace, where each site has kept its own, or from the same
 experiment run once more in this process. What is computed of them needs no subject; only the
-embedding does, and it is given the sites' stores.
+embedding does, and it is given the sites with their data.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.site_store import SiteStore, StoreError
+from fedbn.core.batches import TensorSamples
 from fedbn.core.normalization import Partition, entries, load_entries
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation
 from fedbn.federation.site import Site, make_network, split_fitted
 from fedbn.federation.site_state import COMPLETE_MODEL, SiteStateError, load_checkpoint
-from fedbn.study.methods import tensors as in_memory
-from fedbn.tasks.connectome.task import rows_of
-from fedbn.tasks.data import SiteData
+from fedbn.tasks.classification import unit_means
+from fedbn.tasks.data import DataError, SiteData
 
 _CHUNK = 512
 
@@ -41,20 +40,14 @@ class SiteModels:
         Which entries stayed at the sites.
     by_site
         Site name to all entries of its network.
-    standardization
-        Site name to the mean and standard deviation that its features were standardised with.
-    rois
-        ROI id and name of each node.
-    atlas
-        Its name, as in the stores.
+    fitted
+        Site name to what the task fitted on its training units.
     """
 
     experiment: Experiment
     partition: Partition
     by_site: dict[str, dict[str, torch.Tensor]]
-    standardization: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    rois: tuple[tuple[str, str], ...]
-    atlas: str
+    fitted: dict[str, dict[str, torch.Tensor]]
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -81,41 +74,30 @@ def from_workspace(workspace: Path, experiment: Experiment, job: str) -> SiteMod
     """
     network, partition = make_network(experiment)
     names = set(network.state_dict())
-    by_site, standardization, signature = {}, {}, None
+    by_site, fitted = {}, {}
     for site in experiment.sites:
         paths = sorted(workspace.rglob(f"{job}/{site}/model.pt"))
         if not paths:
             continue
         tensors, meta = load_checkpoint(paths[0], COMPLETE_MODEL)
-        own, fitted = split_fitted(tensors)
+        own, fitted[site] = split_fitted(tensors)
         if set(own) != names or meta.get("site") != site:
             raise SiteStateError(f"{paths[0]} is not the model of site {site!r} in this run")
         by_site[site] = own
-        standardization[site] = (fitted["mean"], fitted["std"])
-        signature = meta["facts"]["signature"]
-    if signature is None:
-        return None
-    rois = tuple((str(roi_id), str(name)) for roi_id, name in signature["rois"])
-    return SiteModels(
-        experiment, partition, by_site, standardization, rois, str(signature["atlas"])
-    )
+    return SiteModels(experiment, partition, by_site, fitted) if by_site else None
 
 
 def from_federation(
     federation: Federation, experiment: Experiment, sites: Sequence[str]
 ) -> SiteModels:
     """Take the models of a federation that was run in this process, in the order of `sites`."""
-    by_site, standardization = {}, {}
+    by_site, fitted = {}, {}
     for name in sites:
         site = federation.load(name)
         by_site[name] = entries(site.network, tuple(site.network.state_dict()))
-        fitted = site.preparation.fitted
-        standardization[name] = (fitted["mean"], fitted["std"])
-    any_site = next(iter(federation.sites.values()))
-    store = any_site.data
-    assert isinstance(store, SiteStore)
-    atlas = str(store.description["atlas"])
-    return SiteModels(experiment, any_site.partition, by_site, standardization, store.rois, atlas)
+        fitted[name] = site.preparation.fitted
+    partition = next(iter(federation.sites.values())).partition
+    return SiteModels(experiment, partition, by_site, fitted)
 
 
 # ---------------------------------------------------------------------- distance of batch norms
@@ -177,16 +159,16 @@ def _root_mean_square(*parts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Subjects of all sites on two principal components.
+    """Units of all sites on two principal components.
 
     Attributes
     ----------
     title
         What was embedded.
     points
-        (n_subjects, 2).
+        (n_units, 2).
     owner
-        Index of each subject's site, (n_subjects,).
+        Index of each unit's site, (n_units,).
     explained
         Share of the variance on each component, (2,).
     between
@@ -200,93 +182,101 @@ class Embedding:
     between: float
 
 
-def embeddings(models: SiteModels, stores: Mapping[str, SiteData]) -> list[Embedding]:
-    """Embed the subjects' mean connectomes, and what goes into and comes out of the first layer.
-
-    Every site's samples go through its own network, in eval mode; a subject is the mean of its
-    windows.
+def checked_sites(models: SiteModels, data: Mapping[str, SiteData]) -> dict[str, Site]:
+    """Return the sites with their models loaded, if these data are what they were trained on.
 
     Raises
     ------
-    data_prep.site_store.StoreError
-        If a store is not the one that the site's model was trained on.
+    fedbn.tasks.data.DataError
+        Naming the site whose data are others.
+    """
+    return {name: checked_site(models, name, data[name]) for name in models.by_site}
+
+
+def checked_site(models: SiteModels, name: str, data: SiteData) -> Site:
+    """Return one such site; see :func:`checked_sites`."""
+    site = Site(name, data, models.experiment)
+    here, there = site.preparation.fitted, models.fitted[name]
+    same = here.keys() == there.keys() and all(
+        one.shape == there[key].shape and torch.allclose(one, there[key], rtol=1e-4, atol=1e-5)
+        for key, one in here.items()
+    )
+    if not same:
+        raise DataError(
+            f"site {name!r}: the store at {data.place} is not the one that its model was trained on"
+        )
+    load_entries(site.network, models.by_site[name])
+    return site
+
+
+def embeddings(sites: Mapping[str, Site]) -> list[Embedding]:
+    """Embed the units' mean samples, and what goes into and comes out of the first batch norm.
+
+    Every site's samples go through its own network, in eval mode.
+
+    Raises
+    ------
+    ValueError
+        If the task does not hold a site's samples in memory.
     """
     stages: dict[str, list[np.ndarray]] = {
-        "connectomes as they are stored": [],
+        "samples before standardisation": [],
         "into the first batch norm": [],
         "out of the first batch norm": [],
     }
     owner = []
-    for k, name in enumerate(models.by_site):
-        site = checked_site(models, name, stores[name])
+    for k, site in enumerate(sites.values()):
         for values, of_stage in zip(_of_site(site), stages.values(), strict=True):
             of_stage.append(values)
-        owner.append(np.full(len(site.data.units), k))
+        owner.append(np.full(len(stages["into the first batch norm"][-1]), k))
     return [
         _embedded(title, np.concatenate(of_sites), np.concatenate(owner))
         for title, of_sites in stages.items()
     ]
 
 
-def checked_site(models: SiteModels, name: str, store: SiteData) -> Site:
-    """Return a site with its model loaded, if this store is what the model was trained on."""
-    site = Site(name, store, models.experiment)
-    mean, std = models.standardization[name]
-    fitted = site.preparation.fitted
-    same = all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in ((fitted["mean"], mean), (fitted["std"], std))
-    )
-    if not same:
-        raise StoreError(
-            f"site {name!r}: the store at {store.place} is not the one that its model was trained "
-            "on"
-        )
-    load_entries(site.network, models.by_site[name])
-    return site
-
-
 def _of_site(site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return stored connectomes and the first layer's input and output, a mean a subject."""
+    """Return samples and the first layer's input and output, a mean a unit."""
     layer = site.network.get_submodule(site.partition.layers[0])
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         seen.append((_flat(inputs[0]), _flat(output)))
 
-    train, test = in_memory(site.train_samples), in_memory(site.test)
-    store = site.data
-    assert isinstance(store, SiteStore)
     split = site.preparation.split
-    rows = np.concatenate([rows_of(store, split.train), rows_of(store, split.test)])
-    inputs = torch.cat([train.inputs, test.inputs])
+    units = np.concatenate([split.train, split.test])
+    samples = _samples(site, units, site.preparation.fitted)
     handle = layer.register_forward_hook(keep)
     site.network.eval()
     try:
         with torch.no_grad():
-            for chunk in inputs.split(_CHUNK):
+            for chunk in samples.inputs.split(_CHUNK):
                 site.network(chunk)
     finally:
         handle.remove()
     before, after = (torch.cat(part).double().cpu().numpy() for part in zip(*seen, strict=True))
-    owners = store.sample_participant[rows]
-    return (
-        _mean_of_subjects(store.connectomes[rows].astype(np.float64), owners),
-        _mean_of_subjects(before, owners),
-        _mean_of_subjects(after, owners),
-    )
+    plain = _samples(site, units, not_standardised(site.preparation.fitted)).inputs.flatten(1)
+    stages = (plain.double().cpu().numpy(), before, after)
+    first, into, out = (unit_means(values, samples.owners)[0] for values in stages)
+    return first, into, out
+
+
+def _samples(site: Site, units: np.ndarray, fitted: Mapping[str, torch.Tensor]) -> TensorSamples:
+    samples = site.task.samples(site.data, units, fitted, site.device)
+    if not isinstance(samples, TensorSamples):
+        raise ValueError(f"task {site.task.name!r} does not hold its samples in memory")
+    return samples
+
+
+def not_standardised(fitted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a task fitted with a mean of 0 and a standard deviation of 1."""
+    plain = {"mean": torch.zeros_like, "std": torch.ones_like}
+    return {name: plain[name](one) if name in plain else one for name, one in fitted.items()}
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
     """Return (n, channels): the mean over whatever dimensions come after the channels."""
     return values if values.ndim == 2 else values.flatten(2).mean(dim=2)
-
-
-def _mean_of_subjects(values: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    order = np.argsort(owners, kind="stable")
-    _, first, counts = np.unique(owners[order], return_index=True, return_counts=True)
-    means: np.ndarray = np.add.reduceat(values[order], first, axis=0) / counts[:, None]
-    return means
 
 
 def _embedded(title: str, values: np.ndarray, owner: np.ndarray) -> Embedding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fedbn.federation.results import AFTER_TRAINING, ALONE, BEFORE_TRAINING, FEDERATED, FINETUNED
+from fedbn.study.cache import task_of
+from fedbn.tasks.base import Metric, Task
 
 SYNTHETIC = "SYNTHETIC COHORT, no patient's data\n"
 WIDTH = 80
@@ -22,13 +24,57 @@ LOOK: dict[str, Any] = {
     "collapse_padding": True,
     "min_width": 40,
 }
-# Captions hold no line break within a sentence: each is wrapped once, to the width of its table.
-_GAIN_CAPTION = (
-    "Accuracy in % and AUC by held-out subject. Federated: the last shared weights with the site's "
-    "own local entries. Alone: the same network and number of updates on this site only. Won / "
-    "lost: subjects wrong alone and right federated / the reverse. Macro: every site counts the "
-    "same; weighted: by test subjects. One fold of few subjects decides nothing."
-)
+_SHARE = "_share_test"
+_KIND = {ALONE: "local-only"}
+
+
+# ----------------------------------------------------------------------------------- of any metric
+
+
+def shown_metrics(task: Task) -> tuple[Metric, ...]:
+    """Return the headline metric, and the first one that is no percentage."""
+    others = (metric for metric in task.metrics[1:] if not metric.in_percent)
+    return (task.metrics[0], *list(others)[:1])
+
+
+def heading(metric: Metric) -> str:
+    """Name a metric in a narrow column."""
+    return metric.short or metric.title
+
+
+def number(metric: Metric, value: float | None) -> str:
+    """Write a metric's value: in %, or with three digits."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" if metric.in_percent else f"{value:.3f}"
+
+
+def signed(metric: Metric, value: float | None) -> str:
+    """Write a difference with its sign, in points or with three digits; -0.0 is +0.0."""
+    if value is None:
+        return "-"
+    factor, digits = (100, 1) if metric.in_percent else (1, 3)
+    return f"{round(factor * value, digits) + 0.0:+.{digits}f}"
+
+
+def interval(metric: Metric, low: float | None, high: float | None) -> str:
+    """Write an interval of a difference."""
+    return (
+        "-" if low is None or high is None else f"{signed(metric, low)} to {signed(metric, high)}"
+    )
+
+
+def sentence(text: str) -> str:
+    """Return words with a capital at their head."""
+    return text[:1].upper() + text[1:]
+
+
+def in_words(metrics: Sequence[Metric]) -> str:
+    """Name metrics for a caption: ``accuracy in % and AUC``."""
+    return " and ".join(f"{m.title} in %" if m.in_percent else m.title for m in metrics)
+
+
+# --------------------------------------------------------------------------------------- of one run
 
 
 def run_tables(results: Mapping[str, Any]) -> list[Table]:
@@ -48,108 +94,167 @@ def run_tables(results: Mapping[str, Any]) -> list[Table]:
 
 
 def gain_table(results: Mapping[str, Any]) -> Table:
-    """One row a site: the federated model beside the one it could train alone."""
+    """One row a site: the federated model beside the one it could train by itself."""
     experiment = results["experiment"]
-    table = Table(
-        **LOOK,
-        title=(
-            f"{_label(results)}what each site gained (policy {experiment['policy']}, "
-            f"{experiment['rounds']} rounds, fold {experiment['fold']} of {experiment['n_folds']}, "
-            f"seed {experiment['seed']})"
-        ),
-        caption=_GAIN_CAPTION,
+    return _pair_table(
+        results,
+        (ALONE, FEDERATED),
+        ("local-only", "federated", "gain"),
+        f"what each site gained (policy {experiment['policy']}, {experiment['rounds']} rounds, "
+        f"fold {experiment['fold']} of {experiment['n_folds']}, seed {experiment['seed']})",
+        "Federated: the last shared weights with the site's own local entries. Local-only: the "
+        "same network and number of updates on this site only. Corrected / worsened: {unit}s "
+        "wrong after local-only training and right federated / the reverse. Macro: every site "
+        "counts the same; weighted: by test {unit}s. One fold of few {unit}s decides nothing.",
     )
-    table.add_column("site")
-    for heading in ("subjects", "alone", "federated", "gain", "won / lost"):
-        table.add_column(heading, justify="right")
-    for heading in ("AUC\nalone", "AUC\nfederated"):
-        table.add_column(heading, justify="right")
-    for site, report in results["sites"].items():
-        federated, alone = report[FEDERATED]["subject"], report.get(ALONE)
-        own = alone["subject"] if alone else {}
-        gain = report.get("gain")
-        table.add_row(
-            site,
-            str(report["n_test_subjects"]),
-            _percent(own.get("accuracy")),
-            _percent(federated["accuracy"]),
-            _points(own.get("accuracy"), federated["accuracy"]),
-            f"{gain['corrected']} / {gain['lost']}" if gain else "-",
-            _number(own.get("auc")),
-            _number(federated["auc"]),
-        )
-    table.add_section()
-    across = results["across_sites"]
-    for kind, label in (("macro", "macro"), ("sample_weighted", "weighted")):
-        if FEDERATED not in across:
-            continue
-        federated = across[FEDERATED]["subject"][kind]
-        own = across[ALONE]["subject"][kind] if ALONE in across else {}
-        table.add_row(
-            label,
-            "",
-            _percent(own.get("accuracy")),
-            _percent(federated["accuracy"]),
-            _points(own.get("accuracy"), federated["accuracy"]),
-            "",
-            _number(own.get("auc")),
-            _number(federated["auc"]),
-        )
-    return table
-
-
-def curve_table(results: Mapping[str, Any]) -> Table:
-    """One row a round: subject accuracy of each site before and after its local training."""
-    sites = list(results["sites"])
-    table = Table(
-        **LOOK,
-        title=(
-            f"{_label(results)}accuracy in % by held-out subject, "
-            "round by round, before > after local training"
-        ),
-        caption="Before: the round's shared weights with the site's own local entries.",
-    )
-    table.add_column("round", justify="right")
-    for site in sites:
-        table.add_column(site, justify="right")
-    curves = {
-        site: {point["round"]: point for point in results["sites"][site]["curve"]} for site in sites
-    }
-    for number in sorted({number for curve in curves.values() for number in curve}):
-        table.add_row(str(number), *(_before_after(curves[site].get(number)) for site in sites))
-    return table
 
 
 def finetuned_table(results: Mapping[str, Any]) -> Table:
     """One row a site: the federated model, and the same after further epochs at the site alone."""
     tuned = results["experiment"]["finetune"]
     entries = "" if tuned["entries"] == "all" else f", {tuned['entries']} alone"
+    return _pair_table(
+        results,
+        (FEDERATED, FINETUNED),
+        ("federated", "fine-tuned", "change"),
+        f"what fine-tuning at the site changes ({tuned['epochs']} local "
+        f"epoch{'' if tuned['epochs'] == 1 else 's'}{entries})",
+        "Fine-tuned: each site has trained on from its federated model by itself.",
+    )
+
+
+def _pair_table(
+    results: Mapping[str, Any],
+    kinds: tuple[str, str],
+    headings: tuple[str, str, str],
+    title: str,
+    caption: str,
+) -> Table:
+    """One row a site, and two for all of them: what two kinds of models score."""
+    task = task_of(results)
+    unit, metrics = task.levels[0], shown_metrics(task)
+    has_gain = kinds[0] == ALONE
     table = Table(
         **LOOK,
-        title=(
-            f"{_label(results)}what fine-tuning at the site changes ({tuned['epochs']} local "
-            f"epoch{'' if tuned['epochs'] == 1 else 's'}{entries})"
-        ),
-        caption=(
-            "Accuracy in % and AUC by held-out subject. Fine-tuned: each site has trained on from "
-            "its federated model by itself."
-        ),
+        title=_label(results) + title,
+        caption=f"{sentence(in_words(metrics))} by held-out {unit}. {caption.format(unit=unit)}"
+        + undefined_sites(results, kinds, metrics),
     )
     table.add_column("site")
-    for heading in (
-        "subjects", "federated", "fine-tuned", "change", "AUC\nfederated", "AUC\nfine-tuned"
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+    for name in (f"{unit}s", *headings, *(("corrected /\nworsened",) if has_gain else ())):
+        table.add_column(name, justify="right")
+    for metric in metrics[1:]:
+        for name in headings[:2]:
+            table.add_column(f"{heading(metric)}\n{name}", justify="right")
+
+    def add(name: str, n: str, found: Sequence[Mapping[str, Any]], moved: str) -> None:
+        first, *others = (tuple(one.get(m.name) for one in found) for m in metrics)
+        before, after = first
+        gain = None if before is None or after is None else after - before
+        cells = [*(number(metrics[0], one) for one in first), signed(metrics[0], gain)]
+        cells += [moved] if has_gain else []
+        cells += [number(m, v) for m, pair in zip(metrics[1:], others, strict=True) for v in pair]
+        table.add_row(name, n, *cells)
+
     for site, report in results["sites"].items():
-        if FINETUNED in report:
-            before, after = report[FEDERATED]["subject"], report[FINETUNED]["subject"]
-            table.add_row(site, str(report["n_test_subjects"]), *_change(before, after))
+        if kinds[1] in report:
+            gain = report.get("gain")
+            moved = f"{gain['corrected']} / {gain['lost']}" if gain else "-"
+            found = [report[kind][unit] if kind in report else {} for kind in kinds]
+            add(site, str(report["n_test_subjects"]), found, moved)
     table.add_section()
     across = results["across_sites"]
-    for kind, label in (("macro", "macro"), ("sample_weighted", "weighted")):
-        if FEDERATED in across and FINETUNED in across:
-            before, after = across[FEDERATED]["subject"][kind], across[FINETUNED]["subject"][kind]
-            table.add_row(label, "", *_change(before, after))
+    if kinds[1] in across:
+        for kind, label in (("macro", "macro"), ("sample_weighted", "weighted")):
+            found = [across[name][unit][kind] if name in across else {} for name in kinds]
+            add(label, "", found, "")
+    return table
+
+
+def undefined_sites(
+    results: Mapping[str, Any], kinds: Sequence[str], metrics: Sequence[Metric]
+) -> str:
+    """Say over how many sites means are, where a site has no value for a metric."""
+    unit, sites = task_of(results).levels[0], results["sites"]
+    said = []
+    for metric in metrics:
+        without = [
+            name
+            for name, report in sites.items()
+            if any(kind in report and report[kind][unit][metric.name] is None for kind in kinds)
+        ]
+        if without:
+            said.append(
+                f" The means of {metric.title} are over {len(sites) - len(without)} of "
+                f"{len(sites)} sites: it is undefined at {', '.join(without)}."
+            )
+    return "".join(said)
+
+
+def metrics_table(results: Mapping[str, Any]) -> Table:
+    """One row a site and model: every metric by held-out unit, and the shares of classes."""
+    task = task_of(results)
+    unit = task.levels[0]
+    kinds = (ALONE, FEDERATED, FINETUNED)
+    measured = [r[k][unit] for r in results["sites"].values() for k in kinds if k in r]
+    metrics = [m for m in task.metrics if any(m.name in one for one in measured)]
+    any_site = next(iter(results["sites"].values()))
+    shares = [name for name in any_site if name.endswith(_SHARE)]
+    table = Table(
+        **LOOK,
+        title=f"{_label(results)}every metric by held-out {unit}",
+        caption=f"In %, but {', '.join(m.title for m in metrics if not m.in_percent)}."
+        + undefined_sites(results, kinds, metrics),
+    )
+    for name in ("site", "model"):
+        table.add_column(name)
+    for name in (*map(heading, metrics), *(f"{s.removesuffix(_SHARE)} in %" for s in shares)):
+        table.add_column(name, justify="right")
+    for site, report in results["sites"].items():
+        for kind in kinds:
+            if kind in report:
+                cells = (number(m, report[kind][unit].get(m.name)) for m in metrics)
+                of_classes = (f"{100 * report[name]:.0f}" for name in shares)
+                table.add_row(site, _KIND.get(kind, kind), *cells, *of_classes)
+        table.add_section()
+    return table
+
+
+def curve_of(report: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return a site's scores round by round, and of which units they are."""
+    if report["curve"] or not report.get("validation_curve"):
+        return report["curve"], "held-out"
+    return report["validation_curve"], "validation"
+
+
+def curve_table(results: Mapping[str, Any]) -> Table:
+    """One row a round: the headline metric of each site before and after its local training."""
+    task, sites = task_of(results), list(results["sites"])
+    metric, unit = task.metrics[0], task.levels[0]
+    found = {site: curve_of(report) for site, report in results["sites"].items()}
+    whose = next(iter(found.values()))[1] if found else "held-out"
+    table = Table(
+        **LOOK,
+        title=f"{_label(results)}{in_words([metric])} by {whose} {unit}, "
+        "round by round, before > after local training",
+        caption="Before: the round's shared weights with the site's own local entries.",
+    )
+    table.add_column("round", justify="right")
+    for site in sites:
+        table.add_column(site, justify="right")
+    curves = {
+        site: {point["round"]: point for point in curve} for site, (curve, _) in found.items()
+    }
+    for k in sorted({k for curve in curves.values() for k in curve}):
+        cells = []
+        for site in sites:
+            point = curves[site].get(k)
+            ends = point and [
+                number(metric, point[when][unit][metric.name])
+                for when in (BEFORE_TRAINING, AFTER_TRAINING)
+            ]
+            cells.append(" > ".join(ends) if ends else "absent")
+        table.add_row(str(k), *cells)
     return table
 
 
@@ -206,34 +311,5 @@ def render(tables: Iterable[Table], width: int = WIDTH) -> str:
     return console.file.getvalue()
 
 
-def _before_after(point: Mapping[str, Any] | None) -> str:
-    if point is None:
-        return "absent"
-    before, after = point[BEFORE_TRAINING]["subject"], point[AFTER_TRAINING]["subject"]
-    return f"{_percent(before['accuracy'])} > {_percent(after['accuracy'])}"
-
-
-def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        _percent(before["accuracy"]),
-        _percent(after["accuracy"]),
-        _points(before["accuracy"], after["accuracy"]),
-        _number(before["auc"]),
-        _number(after["auc"]),
-    )
-
-
 def _label(results: Mapping[str, Any]) -> str:
     return SYNTHETIC if results.get("synthetic") else ""
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
-
-
-def _points(before: float | None, after: float | None) -> str:
-    return "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -7,9 +7,20 @@ from typing import Any
 
 from rich.table import Table
 
-from fedbn.report.comparison_tables import interval, points
-from fedbn.report.tables import LOOK, SYNTHETIC, WIDTH
-from fedbn.study.leave_one_site_out import MACRO
+from fedbn.report.tables import (
+    LOOK,
+    SYNTHETIC,
+    WIDTH,
+    heading,
+    in_words,
+    interval,
+    number,
+    shown_metrics,
+    signed,
+)
+from fedbn.study.cache import task_of
+from fedbn.study.evidence import MACRO
+from fedbn.tasks.base import Metric
 
 _NOTES = {
     "site statistics": (" *", "* needs the sites' running statistics, which never leave them."),
@@ -31,33 +42,32 @@ def width(summary: Mapping[str, Any]) -> int:
 
 
 def score_table(summary: Mapping[str, Any]) -> Table:
-    """One row a start, one column a left-out hospital: mean accuracy and its spread over seeds."""
-    hospitals = summary["hospitals"]
+    """One row a start, one column a left-out hospital: the headline metric, spread over seeds."""
+    hospitals, task = summary["hospitals"], task_of(summary)
+    metric, unit = task.metrics[0], task.levels[0]
+    others = [m for m in reversed(task.metrics[1:]) if m.name in _any(summary)]
     notes = dict.fromkeys(_NOTES[row["needs"]][1] for row in summary["rows"])
+    also = f"; so do {in_words(others)}" if others else ""
     table = Table(
         **LOOK,
-        title=f"{_label(summary)}accuracy in % at a hospital that took no part, by subject,\nmean "
-        f"over {summary['n_seeds']} seeds (standard deviation over seeds)",
+        title=f"{_label(summary)}{in_words([metric])} at a hospital that took no part, by {unit},"
+        f"\nmean over {summary['n_seeds']} seeds (standard deviation over seeds)",
         caption="\n".join(
-            [
-                "Macro: every hospital counts the same; so do AUC and balanced accuracy.",
-                *(note for note in notes if note),
-            ]
+            [f"Macro: every hospital counts the same{also}.", *(note for note in notes if note)]
         ),
     )
     table.add_column("start", no_wrap=True)
-    for heading in (*hospitals, MACRO, "AUC", "balanced"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    counts = [summary["n_subjects"][hospital] for hospital in hospitals]
-    table.add_row("subjects", *map(str, counts), str(sum(counts)))
+    for name in (*hospitals, MACRO, *map(heading, others)):
+        table.add_column(name, justify="right", no_wrap=True)
+    counts = [summary[f"n_{unit}s"][hospital] for hospital in hospitals]
+    table.add_row(f"{unit}s", *map(str, counts), str(sum(counts)))
     table.add_section()
     for row in summary["rows"]:
         cells = summary["scores"][row["name"]]
         table.add_row(
             _title(row),
-            *(_percent(cells[scope]["accuracy"]) for scope in (*hospitals, MACRO)),
-            f"{cells[MACRO]['auc']['mean']:.3f}",
-            f"{100 * cells[MACRO]['balanced_accuracy']['mean']:.1f}",
+            *(_cell(metric, cells[scope][metric.name]) for scope in (*hospitals, MACRO)),
+            *(number(other, cells[MACRO][other.name]["mean"]) for other in others),
         )
     return table
 
@@ -65,34 +75,44 @@ def score_table(summary: Mapping[str, Any]) -> Table:
 def difference_table(summary: Mapping[str, Any]) -> Table:
     """One row a start: its difference to the start to beat, and what it allows to say."""
     reference = next(row for row in summary["rows"] if row["name"] == summary["reference"])
-    n = len(summary["hospitals"])
+    n, task = len(summary["hospitals"]), task_of(summary)
+    metric = task.metrics[0]
+    others = [m for m in shown_metrics(task)[1:] if m.name in _any(summary)]
+    points, unit = " in points" if metric.in_percent else "", task.levels[0]
     table = Table(
         **LOOK,
-        title=f"{_label(summary)}difference to {reference['title']!r},\nmacro accuracy in points",
+        title=f"{_label(summary)}difference to {reference['title']!r},\n"
+        f"macro {metric.title}{points}",
         caption=f"{summary['confidence']:.0%} intervals. Another hospital: t over {n} hospitals, "
         "corrected because\ntheir training sets overlap (Nadeau and Bengio 2003). Further "
-        "subjects: of these\nhospitals with these models. Only the first is of a new one.",
+        f"{unit}s: of these\nhospitals with these models. Only the first is of a new one.",
     )
     table.add_column("start", no_wrap=True)
-    for heading in ("difference", "another hospital", "further subjects", "AUC"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for name in ("difference", "another hospital", f"further {unit}s", *map(heading, others)):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("so", no_wrap=True)
     for row in summary["rows"]:
         if row is reference:
             continue
         found = summary["differences"][row["name"]][summary["reference"]]
-        accuracy = found["accuracy"]
+        one = found[metric.name]
+        intervals = (
+            one.get(over) or {"low": None, "high": None} for over in ("hospitals", "subjects")
+        )
         table.add_row(
             _title(row),
-            points(accuracy["mean"]),
-            *(
-                interval(accuracy[over]["low"], accuracy[over]["high"])
-                for over in ("hospitals", "subjects")
-            ),
-            f"{found['auc']['mean']:+.3f}",
-            accuracy["hospitals"]["verdict"],
+            signed(metric, one["mean"]),
+            *(interval(metric, ends["low"], ends["high"]) for ends in intervals),
+            *(signed(other, found[other.name]["mean"]) for other in others),
+            one["hospitals"]["verdict"],
         )
     return table
+
+
+def _any(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is known of one row, by metric."""
+    found: Mapping[str, Any] = summary["scores"][summary["reference"]][MACRO]
+    return found
 
 
 def _label(summary: Mapping[str, Any]) -> str:
@@ -103,6 +123,6 @@ def _title(row: Mapping[str, Any]) -> str:
     return str(row["title"]) + _NOTES[row["needs"]][0]
 
 
-def _percent(cell: Mapping[str, Any]) -> str:
-    spread = "" if cell["sd"] is None else f" ({100 * cell['sd']:.1f})"
-    return f"{100 * cell['mean']:.1f}{spread}"
+def _cell(metric: Metric, cell: Mapping[str, Any]) -> str:
+    spread = "" if cell["sd"] is None else f" ({number(metric, cell['sd'])})"
+    return number(metric, cell["mean"]) + spread

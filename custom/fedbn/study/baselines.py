@@ -1,4 +1,4 @@
-"""Linear classifiers on connectomes: what a network has to beat.
+"""Linear classifiers: what a network has to beat.
 
 Ridge and logistic regression on the same samples as the networks. The strength of the penalty is
 chosen by cross-validation by subject inside the training samples: of the candidates, the one with
@@ -13,7 +13,7 @@ products that are sums over sites.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,10 +21,33 @@ import torch
 from fedbn.tasks.classification import unit_means
 
 Scorer = Callable[[torch.Tensor], np.ndarray]
-"""Samples (n, n_edges) to probabilities (n, 2)."""
+"""Samples (n, n_features) to probabilities (n, n_classes)."""
 
-Fit = Callable[[torch.Tensor, np.ndarray, np.ndarray, int], Scorer]
-"""Samples (n, n_edges), classes (n,), subjects (n,) and a seed to a scorer."""
+
+@dataclass(frozen=True)
+class SiteSamples:
+    """The training samples of one site.
+
+    Attributes
+    ----------
+    site
+        Its name.
+    inputs
+        float32 (n, n_features).
+    targets
+        0 or 1, (n,); of several classes their numbers.
+    subjects
+        Subject of each sample, (n,).
+    """
+
+    site: str
+    inputs: torch.Tensor
+    targets: np.ndarray
+    subjects: np.ndarray
+
+
+Fit = Callable[[Sequence[SiteSamples], int], Scorer]
+"""The samples of one site or several, and a seed, to a scorer of two classes."""
 
 PENALTIES = (0.1, 1.0, 10.0, 100.0)
 """Candidates for the penalty, on features that are scaled by one over the root of their number."""
@@ -39,25 +62,52 @@ RESIDUAL = 1e-4
 N_INNER_FOLDS = 3
 
 
-def fit_ridge(inputs: torch.Tensor, targets: np.ndarray, subjects: np.ndarray, seed: int) -> Scorer:
+def fit_classes(fit: Fit, sites: Sequence[SiteSamples], n_classes: int, seed: int) -> Scorer:
+    """Fit a classifier of two classes; of more classes each one against the rest.
+
+    The probabilities of more than two classes are made to add up to 1; that of a class without a
+    training sample is 0.
+    """
+    if n_classes == 2:
+        return fit(sites, seed)
+    scorers = []
+    for k in range(n_classes):
+        of_class = [replace(one, targets=(one.targets == k).astype(np.int64)) for one in sites]
+        is_there = any(one.targets.any() for one in of_class)
+        scorers.append(fit(of_class, seed) if is_there else None)
+
+    def score(samples: torch.Tensor) -> np.ndarray:
+        none = np.zeros(len(samples))
+        each = [none if one is None else np.maximum(one(samples)[:, 1], 1e-12) for one in scorers]
+        columns: np.ndarray = np.stack(each, axis=1)
+        return columns / columns.sum(axis=1, keepdims=True)
+
+    return score
+
+
+def _in_one_place(sites: Sequence[SiteSamples]) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """Return samples, classes and subjects of all sites."""
+    names = [f"{one.site}/{subject}" for one in sites for subject in one.subjects]
+    inputs = torch.cat([one.inputs for one in sites])
+    return inputs, np.concatenate([one.targets for one in sites]), np.array(names)
+
+
+def fit_ridge(sites: Sequence[SiteSamples], seed: int) -> Scorer:
     """Fit a ridge regression of the class, 0 or 1; its value, cut to [0, 1], is the probability.
 
-    Solved in its dual form, whose size is that of the samples and not of the edges.
+    Solved in its dual form, whose size is that of the samples and not of the features.
 
     Parameters
     ----------
-    inputs : torch.Tensor
-        float32 (n, n_edges).
-    targets : numpy.ndarray
-        0 or 1, (n,).
-    subjects : numpy.ndarray
-        Subject of each sample, (n,).
+    sites : sequence of SiteSamples
+        Joined in this order.
     seed : int
         Of the inner folds.
     """
     from sklearn.kernel_ridge import KernelRidge
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+    inputs, targets, subjects = _in_one_place(sites)
     mean = inputs.mean(dim=0)
     centred = inputs - mean
     kernel = (centred @ centred.T).double().numpy() / inputs.shape[1]
@@ -82,9 +132,7 @@ def fit_ridge(inputs: torch.Tensor, targets: np.ndarray, subjects: np.ndarray, s
     )
 
 
-def fit_logistic(
-    inputs: torch.Tensor, targets: np.ndarray, subjects: np.ndarray, seed: int
-) -> Scorer:
+def fit_logistic(sites: Sequence[SiteSamples], seed: int) -> Scorer:
     """Fit a logistic regression with an L2 penalty.
 
     Parameters are those of :func:`fit_ridge`.
@@ -92,6 +140,7 @@ def fit_logistic(
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
 
+    inputs, targets, subjects = _in_one_place(sites)
     mean = inputs.mean(dim=0)
     scale = inputs.shape[1] ** -0.5
 
@@ -118,25 +167,6 @@ def fit_logistic(
             return _two_columns(model.predict_proba(scaled(samples))[:, 1].astype(np.float64))
 
     return score
-
-
-@dataclass(frozen=True)
-class SiteSamples:
-    """The training samples of one site.
-
-    Attributes
-    ----------
-    inputs
-        float32 (n, n_edges).
-    targets
-        0 or 1, (n,).
-    subjects
-        Subject of each sample, (n,).
-    """
-
-    inputs: torch.Tensor
-    targets: np.ndarray
-    subjects: np.ndarray
 
 
 class _RidgeSite:
@@ -166,11 +196,11 @@ class _RidgeSite:
         return len(self._x), self._x.sum(dim=0), float(self._y.sum()), float((self._x**2).sum())
 
     def gradient(self, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return ``X'X w`` of the samples centred at the common mean, (n_edges,)."""
+        """Return ``X'X w`` of the samples centred at the common mean, (n_features,)."""
         return self._against_samples(self._x @ weights - mean @ weights, mean)
 
     def covariance_with_class(self, mean: torch.Tensor, level: float) -> torch.Tensor:
-        """Return ``X'y`` of the centred samples and classes, (n_edges,)."""
+        """Return ``X'y`` of the centred samples and classes, (n_features,)."""
         return self._against_samples(self._y - level, mean)
 
     def _against_samples(self, values: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -189,7 +219,7 @@ def fit_federated_ridge(sites: Sequence[SiteSamples], seed: int) -> Scorer:
 
     The weights solve ``(X'X + penalty * s * I) w = X'y`` over the samples of all sites, centred at
     the common mean, with ``s`` their mean squared norm. Each step of the conjugate gradients sends
-    a vector of ``n_edges`` numbers to every site, which answers with one of the same length: the
+    a vector of ``n_features`` numbers to every site, which answers with one of the same length: the
     sum over its own samples. Beside these the sites add up numbers of samples, sums of samples,
     classes and squared norms, and the squared errors by which the penalty is chosen. Every sum is
     over all of a site's training samples, or all but an inner fold.
@@ -294,22 +324,20 @@ def choose_penalty(
         Of :data:`PENALTIES`. The middle one, unseen, where a class has fewer subjects than there
         are inner folds.
     """
-    from sklearn.model_selection import StratifiedKFold
-
     names, first, owner = np.unique(subjects, return_index=True, return_inverse=True)
     classes = targets[first]
-    if np.bincount(classes, minlength=2).min() < N_INNER_FOLDS:
+    fold = _inner_folds(classes, seed)
+    if fold is None:
         return PENALTIES[len(PENALTIES) // 2]
     errors = np.zeros((len(PENALTIES), len(names)))
-    folds = StratifiedKFold(N_INNER_FOLDS, shuffle=True, random_state=seed)
-    for train, test in folds.split(names, classes):
-        train_rows = np.flatnonzero(np.isin(owner, train))
-        test_rows = np.flatnonzero(np.isin(owner, test))
+    for held_out in range(N_INNER_FOLDS):
+        in_test = fold[owner] == held_out
+        train, test = np.flatnonzero(~in_test), np.flatnonzero(in_test)
         for k, penalty in enumerate(PENALTIES):
-            of_subject, which = unit_means(scores(train_rows, test_rows, penalty), owner[test_rows])
+            of_subject, which = unit_means(scores(train, test, penalty), owner[test])
             errors[k, which] = (of_subject - classes[which]) ** 2
     return PENALTIES[int(errors.mean(axis=1).argmin())]
 
 
-def _two_columns(autism: np.ndarray) -> np.ndarray:
-    return np.stack([1 - autism, autism], axis=1)
+def _two_columns(positive: np.ndarray) -> np.ndarray:
+    return np.stack([1 - positive, positive], axis=1)

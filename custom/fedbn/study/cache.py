@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn.federation.experiment import Experiment
+from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import versions
 from fedbn.federation.site_state import write_json
+from fedbn.tasks.base import Task
 from fedbn.tasks.data import SiteData
 
 RUNS_FOLDER = "runs"
@@ -65,6 +66,11 @@ def in_common(
         "stores": {site: data[site].fingerprint() for site in sorted(data)},
         "versions": {name: found[name] for name in packages},
     }
+
+
+def task_of(identity: Mapping[str, Any]) -> Task:
+    """Return the task of what a study has kept, also of one that version 0.1 has written."""
+    return validated(identity["experiment"], "the experiment of a finished study").task
 
 
 def claim(path: Path, identity: Mapping[str, Any], what: str, error: type[ValueError]) -> None:

@@ -17,10 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,94 +29,35 @@ from fedbn.core.batches import TensorSamples
 from fedbn.core.networks import NoHeadError, head_entries
 from fedbn.core.normalization import affine_names, entries, load_entries, statistics_names
 from fedbn.core.training import derive_seed, train_epochs
-from fedbn.federation.experiment import Experiment, validated
-from fedbn.federation.results import without_nan
+from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation, federate, read_sites
 from fedbn.federation.site import Site, make_network
 from fedbn.federation.site_state import atomic_write, write_json
-from fedbn.models.new_site import (
-    STARTS,
-    FinishedRun,
-    buildable,
-    default_start,
-    load_start,
-    mean_over_sites,
+from fedbn.models.new_site import STARTS, load_start, mean_over_sites
+from fedbn.study import cache
+from fedbn.study.evidence import (
+    FINETUNE_BATCH,
+    FINETUNE_EPOCHS,
+    FINETUNED_ENTRIES,
+    FINETUNED_STARTS,
+    FORMAT,
+    LABELLED_SUBJECTS,
+    OTHER_SITE,
+    SAME_AS,
+    SUMMARY_FILE,
+    UnseenError,
+    summarise,
 )
-from fedbn.study import cache, paired
-from fedbn.study.methods import method, table
-from fedbn.tasks.classification import classification_metrics, two_class_scores
+from fedbn.study.methods import method
+from fedbn.study.records import scores_record
+from fedbn.study.runners import table
+from fedbn.tasks.base import Scores
 from fedbn.tasks.data import SiteData
 
-FORMAT = "fedbn-unseen-1"
 IDENTITY_FILE = "leave_one_out.json"
-SUMMARY_FILE = "unseen.json"
 
-REFERENCE = "fedavg_statistics"
-"""The start to beat: FedAvg's model with its statistics recomputed at the new hospital."""
-
-OTHER_SITE = "site:"
-OTHER_MEAN, OTHER_BEST = "other_site_mean", "other_site_best"
-SAME_AS = {"silobn_statistics": "fedavg_statistics"}
-"""Running statistics take no part in training, and what SiloBN keeps at a site is them alone: it
-ends with FedAvg's weights, to the bit, and with statistics recomputed with FedAvg's network."""
-
-LABELLED_SUBJECTS = (4, 8)
-FINETUNED_STARTS = {"fedavg_statistics": "FedAvg", "fedbn_affine": "FedBN mean,"}
-FINETUNED_ENTRIES = ("all", "head")
-FINETUNE_EPOCHS, FINETUNE_BATCH = 20, 16
-"""Set before any score was looked at, for all entries; the head was added after those had failed
-on one hospital in one seed."""
-
-MACRO = "macro"
-METRICS = ("accuracy", "balanced_accuracy", "auc")
 _METHODS = {"none": "fedavg", "fedbn": "fedbn"}
 _DECIDE_NUMBERS = ("fedbn", "python", "torch", "numpy")
-
-
-class UnseenError(ValueError):
-    """A leave-one-hospital-out that cannot be run or used; one sentence."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table.
-
-    Attributes
-    ----------
-    name, title
-        As in the results, and as a table says it.
-    needs
-        ``""`` for a start without a label; ``"labels"``; ``"site models"``, which never leave a
-        site; or ``"hindsight"``, which no one has.
-    """
-
-    name: str
-    title: str
-    needs: str = ""
-
-
-ROWS: tuple[Row, ...] = (
-    *(
-        Row(start.name, start.title, "" if start.can_be_built else "site statistics")
-        for start in STARTS.values()
-        if start.name not in SAME_AS
-    ),
-    Row(OTHER_MEAN, "another site's FedBN model, mean over sites", "site models"),
-    Row(OTHER_BEST, "another site's FedBN model, the best", "hindsight"),
-    *(
-        Row(
-            f"{start}+{n}_{tuned}",
-            f"{title} recomputed, {tuned} trained on {n} labelled",
-            "labels",
-        )
-        for start, title in FINETUNED_STARTS.items()
-        for tuned in FINETUNED_ENTRIES
-        for n in LABELLED_SUBJECTS
-    ),
-)
-
-
-# ------------------------------------------------------------------------------- one unit of work
 
 
 def score_hospital(
@@ -142,8 +80,8 @@ def score_hospital(
     Returns
     -------
     dict
-        JSON-able: ``"targets"``, the diagnosis of each subject of the hospital, and ``"scores"``,
-        for each start and each other site's model the subjects' probabilities in the same order.
+        JSON-able: ``"scores"``, for each start and each other site's model those of all units of
+        the hospital, in the data's order.
     """
     others = tuple(sorted(site for site in experiment.sites if site != hospital))
     common = experiment.changed(
@@ -153,20 +91,23 @@ def score_hospital(
         policy: federate(method(name).experiment(common), stores, score_rounds=False)
         for policy, name in _METHODS.items()
     }
-    store = stores[hospital]
-    scores: dict[str, np.ndarray] = {}
-    targets = np.full(len(store.units), -1)
+    folds: dict[str, list[Scores]] = {}
     for fold in range(experiment.n_folds):
-        site = Site(hospital, store, method("fedavg").experiment(common.changed(fold=fold)))
+        settings = method("fedavg").experiment(common.changed(fold=fold))
+        site = Site(hospital, stores[hospital], settings)
         for name, network in _networks(site, federations, fold):
-            found = site.task.score(network, site.test)
-            targets[found.units] = found.columns["target"]
-            values = scores.setdefault(name, np.full(len(store.units), np.nan))
-            values[found.units] = found.columns["p_1"]
-    return {
-        "targets": targets.tolist(),
-        "scores": {name: values.tolist() for name, values in scores.items()},
+            folds.setdefault(name, []).append(site.task.score(network, site.test))
+    return {"scores": {name: scores_record(_whole(found)) for name, found in folds.items()}}
+
+
+def _whole(folds: Sequence[Scores]) -> Scores:
+    """Join the units of all folds in the order of the data; their parts are left out."""
+    order = np.argsort(np.concatenate([one.units for one in folds]))
+    columns = {
+        name: np.concatenate([one.columns[name] for one in folds])[order]
+        for name in folds[0].columns
     }
+    return Scores(np.arange(len(order)), columns)
 
 
 def _networks(
@@ -215,7 +156,7 @@ def _finetune(
     fold: int,
     only: Sequence[str],
 ) -> None:
-    """Train on from a start with the labels of a few subjects, half of them patients.
+    """Train on from a start with the labels of a few subjects, as many of each class.
 
     Batch norm normalises with the statistics of all unlabelled scans, which stand still.
     """
@@ -242,14 +183,15 @@ def _finetune(
 def labelled_subjects(
     owners: np.ndarray, targets: np.ndarray, n: int, seed: int, hospital: str, fold: int
 ) -> list[int]:
-    """Draw `n` subjects to label, half of each diagnosis; fewer are a part of more."""
+    """Draw `n` subjects to label, as many of each class; fewer are a part of more."""
     of_subject = dict(zip(owners.tolist(), targets.tolist(), strict=True))
     rng = np.random.default_rng(derive_seed(seed, hospital, fold, "labelled"))
+    classes = sorted(set(of_subject.values()))
     chosen: list[int] = []
-    for diagnosis in (0, 1):
-        members = sorted(owner for owner, target in of_subject.items() if target == diagnosis)
-        drawn = rng.permutation(members)[: n // 2]
-        chosen += [int(owner) for owner in drawn]
+    for k, of_class in enumerate(classes):
+        members = sorted(owner for owner, target in of_subject.items() if target == of_class)
+        n_drawn = n // len(classes) + (k < n % len(classes))
+        chosen += [int(owner) for owner in rng.permutation(members)[:n_drawn]]
     return chosen
 
 
@@ -335,281 +277,3 @@ def _identity(experiment: Experiment, stores: Mapping[str, SiteData]) -> dict[st
     )
     few_labels = {"epochs": FINETUNE_EPOCHS, "batch_size": FINETUNE_BATCH}
     return {"format": FORMAT, "few labels": few_labels, **common}
-
-
-# ---------------------------------------------------------------------------------------- numbers
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """One line of the table at one hospital and seed: metrics, and what each subject got."""
-
-    metrics: dict[str, float]
-    right: np.ndarray
-
-
-def summarise(
-    records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any], *, synthetic: bool
-) -> dict[str, Any]:
-    """Condense all units: means and spread over seeds, and differences with two intervals.
-
-    Returns
-    -------
-    dict
-        JSON-able. ``"scores"``: row, then hospital or ``"macro"`` (every hospital counts the same),
-        to mean and standard deviation over seeds of each metric by subject. ``"differences"``: for
-        each pair of rows, first minus second, in the macro mean, with ``"hospitals"``, the interval
-        for yet another hospital (:func:`fedbn.study.paired.compare` over the hospitals, whose
-        training sets overlap), and for accuracy ``"subjects"``, that for further subjects of
-        these ones.
-    """
-    hospitals = sorted({str(record["hospital"]) for record in records})
-    seeds = sorted({int(record["seed"]) for record in records})
-    table = {
-        (str(record["hospital"]), int(record["seed"])): _score_record(record) for record in records
-    }
-    rows = [row for row in ROWS if all(row.name in scored for scored in table.values())]
-    names = [row.name for row in rows]
-    scores = {
-        name: {
-            **{site: _spread([[table[site, seed][name]] for seed in seeds]) for site in hospitals},
-            MACRO: _spread([[table[site, seed][name] for site in hospitals] for seed in seeds]),
-        }
-        for name in names
-    }
-    differences = {
-        name: {
-            other: _difference(table, hospitals, seeds, name, other)
-            for other in names
-            if other != name
-        }
-        for name in names
-    }
-    return without_nan(
-        {
-            **identity,
-            "synthetic": synthetic,
-            "hospitals": hospitals,
-            "n_subjects": {str(record["hospital"]): len(record["targets"]) for record in records},
-            "n_seeds": len(seeds),
-            "reference": REFERENCE,
-            "confidence": paired.CONFIDENCE,
-            "rows": [asdict(row) for row in rows],
-            "scores": scores,
-            "differences": differences,
-        }
-    )
-
-
-def _score_record(record: Mapping[str, Any]) -> dict[str, _Scored]:
-    targets = np.array(record["targets"])
-    scored = {name: _scored(targets, np.array(values)) for name, values in record["scores"].items()}
-    others = [found for name, found in scored.items() if name.startswith(OTHER_SITE)]
-    scored[OTHER_MEAN] = _Scored(
-        {metric: statistics.fmean(found.metrics[metric] for found in others) for metric in METRICS},
-        np.mean([found.right for found in others], axis=0),
-    )
-    scored[OTHER_BEST] = max(others, key=lambda found: found.metrics["accuracy"])
-    return scored
-
-
-def _scored(targets: np.ndarray, scores: np.ndarray) -> _Scored:
-    found = classification_metrics(two_class_scores(targets, scores))
-    right = ((scores >= 0.5) == (targets == 1)).astype(np.float64)
-    return _Scored({metric: found[metric] for metric in METRICS}, right)
-
-
-def _spread(of_seeds: Sequence[Sequence[_Scored]]) -> dict[str, dict[str, float]]:
-    """Mean over hospitals in each seed, then mean and standard deviation over seeds."""
-    cells = {}
-    for metric in METRICS:
-        values = [statistics.fmean(one.metrics[metric] for one in of_seed) for of_seed in of_seeds]
-        cells[metric] = {
-            "mean": statistics.fmean(values),
-            "sd": statistics.stdev(values) if len(values) > 1 else math.nan,
-        }
-    return cells
-
-
-def _difference(
-    table: Mapping[tuple[str, int], Mapping[str, _Scored]],
-    hospitals: Sequence[str],
-    seeds: Sequence[int],
-    name: str,
-    other: str,
-) -> dict[str, Any]:
-    """Subtract one row from another, in the macro mean, with intervals."""
-    found: dict[str, Any] = {}
-    for metric in METRICS:
-        of_hospital = [
-            statistics.fmean(
-                table[site, seed][name].metrics[metric] - table[site, seed][other].metrics[metric]
-                for seed in seeds
-            )
-            for site in hospitals
-        ]
-        over = paired.compare(of_hospital, 1 / (len(hospitals) - 1))
-        found[metric] = {
-            "mean": over.mean,
-            "of_hospital": dict(zip(hospitals, of_hospital, strict=True)),
-            "hospitals": {
-                "low": over.low,
-                "high": over.high,
-                "p": over.p,
-                "verdict": paired.verdict(over),
-            },
-        }
-    by_subject = [
-        np.mean(
-            [table[site, seed][name].right - table[site, seed][other].right for seed in seeds], 0
-        )
-        for site in hospitals
-    ]
-    low, high = subject_interval(by_subject)
-    found["accuracy"]["subjects"] = {"low": low, "high": high}
-    return found
-
-
-def subject_interval(by_subject: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the normal interval of a mean over hospitals of means over subjects.
-
-    Parameters
-    ----------
-    by_subject
-        For each hospital the subjects' differences, (n_subjects,), mean over seeds.
-    """
-    from scipy import stats
-
-    mean = statistics.fmean(float(values.mean()) for values in by_subject)
-    variance = sum(float(values.var(ddof=1)) / len(values) for values in by_subject)
-    error = math.sqrt(variance) / len(by_subject)
-    half = float(stats.norm.ppf((1 + paired.CONFIDENCE) / 2)) * error
-    return mean - half, mean + half
-
-
-# ------------------------------------------------------------------------------- what to start from
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """Which start to build from a run, and why.
-
-    Attributes
-    ----------
-    start
-        Its name.
-    sentences
-        Why, for people.
-    """
-
-    start: str
-    sentences: tuple[str, ...]
-
-
-def read_evidence(path: Path) -> dict[str, Any]:
-    """Read the summary of a leave-one-hospital-out.
-
-    Raises
-    ------
-    UnseenError
-        If there is none, or it is of something else.
-    """
-    path = path / SUMMARY_FILE if path.is_dir() else path
-    content: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "scores" not in content:
-        raise UnseenError(f"{path} is no summary of `fedbn unseen` ({FORMAT})")
-    return content
-
-
-def recommend(run: FinishedRun, evidence: Mapping[str, Any] | None) -> Recommendation:
-    """Choose the start that did best on the federation's own hospitals, not the one by its name.
-
-    Parameters
-    ----------
-    run
-        The run that a new hospital starts from.
-    evidence
-        From :func:`read_evidence`, or ``None``.
-
-    Raises
-    ------
-    UnseenError
-        If the evidence is of another network or task, or of made-up subjects.
-    """
-    if evidence is None:
-        name = default_start(run)
-        said = [
-            f"there is no evidence: {STARTS[name].title!r} is what the run's policy "
-            f"{run.experiment.policy!r} suggests, not what was found best; `fedbn unseen` measures "
-            "it on the federation's own hospitals, and --evidence takes its result"
-        ]
-        if run.experiment.policy == "fedbn" and run.affine is None:
-            said.append(f"gamma is 1 and beta 0 at the start: {run.no_affine}")
-        return Recommendation(name, tuple(said))
-    reservations = _check_evidence(run, evidence)
-    accuracy = {
-        name: evidence["scores"][name][MACRO]["accuracy"]["mean"]
-        for name, start in STARTS.items()
-        if start.can_be_built and name in evidence["scores"]
-    }
-    best = max(accuracy, key=accuracy.__getitem__)
-    judged = {name: SAME_AS.get(name, name) for name in buildable(run)}
-    built = max(judged, key=lambda name: float(accuracy[judged[name]]))
-    chosen = judged[built]
-    said = [
-        f"on {len(evidence['hospitals'])} hospitals left out one at a time, {evidence['n_seeds']} "
-        f"seeds, {STARTS[best].title!r} has the highest subject accuracy without labels: "
-        f"{100 * accuracy[best]:.1f} %"
-    ]
-    if chosen == best:
-        second = max((name for name in accuracy if name != best), key=accuracy.__getitem__)
-        said.append(_told(evidence, best, second))
-    else:
-        said.append(_told(evidence, best, chosen))
-        start = STARTS[best]
-        if start.policy != run.experiment.policy:
-            said.append(
-                f'it needs a run with "policy": "{start.policy}"; of what this run '
-                f'("{run.experiment.policy}") allows, {STARTS[chosen].title!r} is the best and '
-                "was built"
-            )
-        else:
-            said.append(f"it cannot be built: {run.no_affine}; {STARTS[chosen].title!r} was built")
-    return Recommendation(built, (*said, *reservations))
-
-
-def _told(evidence: Mapping[str, Any], name: str, other: str) -> str:
-    found = evidence["differences"][name][other]["accuracy"]
-    over, of_subjects = found["hospitals"], found["subjects"]
-    interval = "no interval"
-    if over["low"] is not None:
-        interval = f"95 % interval {100 * over['low']:+.1f} to {100 * over['high']:+.1f}"
-    return (
-        f"that is {100 * found['mean']:+.1f} points to {STARTS[other].title!r} ({interval} for yet "
-        f"another hospital: {over['verdict']}; {100 * of_subjects['low']:+.1f} to "
-        f"{100 * of_subjects['high']:+.1f} for further subjects of these)"
-    )
-
-
-def _check_evidence(run: FinishedRun, evidence: Mapping[str, Any]) -> list[str]:
-    """Refuse evidence that says nothing of the run; say in what else it is another."""
-    experiment = validated(evidence["experiment"], "the evidence")
-    there, here = (one.model_dump(mode="json") for one in (experiment, run.experiment))
-    for name in ("network", "task"):
-        if there[name] != here[name]:
-            raise UnseenError(
-                f"the evidence is of another {name} ({there[name]}) than the run's "
-                f"({here[name]}); run `fedbn unseen` with the run's own experiment"
-            )
-    if evidence.get("synthetic") and run.signature and not run.signature.get("synthetic"):
-        raise UnseenError(
-            "the evidence is of a synthetic cohort and the run's sites are real; run "
-            "`fedbn unseen` on scans of patients"
-        )
-    here["sites"] = sorted(here["sites"])
-    here["training"] = {**here["training"], "proximal_mu": 0.0}  # as the evidence has it
-    names = ("sites", "rounds", "training", "aggregation_weights")
-    other = [name for name in names if there[name] != here[name]]
-    return [f"mind that the evidence was made with other {' and '.join(other)}"] if other else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation, federate
@@ -98,6 +98,8 @@ class Method:
         Whether it trains the experiment's network.
     is_nested
         Whether it is chosen by cross-validation inside the training subjects.
+    needs
+        What the task must have: ``"classes"``, ``"two classes"``, or nothing.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Method:
     needs_pooled_data: bool = False
     has_network: bool = True
     is_nested: bool = False
+    needs: Literal["", "classes", "two classes"] = ""
 
     def experiment(self, experiment: Experiment) -> Experiment:
         """Return the experiment changed into this method's."""

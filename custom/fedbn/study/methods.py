@@ -1,29 +1,29 @@
-"""The methods that a hospital can choose between, by name, and one run of each in this process.
+"""The methods that a hospital can choose between, by name.
 
-A method is a change of the experiment and a way to run it. What is compared is what each leaves at
-a site: the scores of its held-out units, and of its training units for choices (a threshold, say)
-that may look at nothing else.
+A method is a change of the experiment and a way to run it (:mod:`fedbn.study.runners`). What is
+compared is what each leaves at a site: the scores of its held-out units, and of its training units
+for choices (a threshold, say) that may look at nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
-import numpy as np
-import torch
-
-from fedbn.core.batches import Samples, TensorSamples
-from fedbn.core.normalization import entries, load_entries, recompute_statistics
-from fedbn.core.training import derive_seed, train_epochs
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.simulation import Federation
-from fedbn.federation.site import Site
 from fedbn.study import baselines, selection
-from fedbn.study.method import FederatedRunner, Method, Outcome, Runner
-from fedbn.tasks.base import Scores
-from fedbn.tasks.classification import OWN_THRESHOLD, THRESHOLD, make_scores
+from fedbn.study.method import Method, Outcome, Runner
+from fedbn.study.runners import (
+    run_adapted,
+    run_federated,
+    run_finetuned,
+    run_linear,
+    run_pooled,
+    run_represented,
+    run_singleset,
+    run_with_thresholds,
+)
 from fedbn.tasks.data import SiteData
 
 
@@ -79,155 +79,6 @@ def flare_experiment(name: str, experiment: Experiment) -> Experiment:
     return changed.changed(compare_with_alone=alone_too)
 
 
-def averaged(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Score the final shared weights with each site's own entries, and what it had trained last."""
-    outcomes = {}
-    for name in federation.sites:
-        outcomes[name] = replace(
-            outcome(federation.load(name)),
-            after_training=outcome(federation.load_trained(name)),
-            training_loss=federation.losses[name],
-        )
-    return outcomes
-
-
-def finetuned(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Let each site train on from the final model, by itself, for the experiment's epochs."""
-    outcomes = {}
-    for name, common in federation.sites.items():
-        site = Site(
-            name,
-            common.data,
-            experiment,
-            device=common.device,
-            preparation=common.preparation,
-        )
-        site.load(federation.received[name], federation.local[name])
-        site.finetune()
-        outcomes[name] = outcome(site)
-    return outcomes
-
-
-def adapted(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Recompute batch norm's statistics on each site's training samples.
-
-    A site needs no label for it, and nothing of it leaves the site.
-    """
-    outcomes = {}
-    for name in federation.sites:
-        site = federation.load(name)
-        recompute_statistics(site.network, table(site, "recomputed statistics").inputs)
-        outcomes[name] = outcome(site)
-    return outcomes
-
-
-def with_thresholds(federation: Federation, experiment: Experiment) -> dict[str, Outcome]:
-    """Let each site decide by the threshold that is best on its training units."""
-    return {name: at_own_threshold(outcome(federation.load(name))) for name in federation.sites}
-
-
-def at_own_threshold(result: Outcome) -> Outcome:
-    """Return an outcome that is decided by the threshold chosen on training units.
-
-    Raises
-    ------
-    ValueError
-        If the task has no threshold.
-    """
-    if OWN_THRESHOLD not in result.test.facts:
-        raise ValueError("a threshold of a site's own needs a task of two classes")
-    facts = {**result.test.facts, THRESHOLD: result.test.facts[OWN_THRESHOLD]}
-    return replace(result, test=replace(result.test, facts=facts))
-
-
-run_federated = FederatedRunner(averaged)
-run_finetuned = FederatedRunner(finetuned)
-run_adapted = FederatedRunner(adapted)
-run_with_thresholds = FederatedRunner(with_thresholds)
-
-
-def run_linear(
-    experiment: Experiment,
-    data: Mapping[str, SiteData],
-    *,
-    fit: baselines.Fit,
-    together: bool,
-) -> dict[str, Outcome]:
-    """Fit a linear classifier on the same standardised samples as the networks.
-
-    Parameters
-    ----------
-    experiment
-        Its split, standardisation and seed count; its network and rounds do not.
-    data
-        Site name to its data, for every site of the experiment.
-    fit
-        One of :mod:`fedbn.study.baselines`.
-    together
-        One classifier on the samples of all sites in one place; otherwise one for each site alone.
-    """
-    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
-    outcomes = {}
-    for group in [sites] if together else [[site] for site in sites]:
-        tables = [table(site, "a linear classifier") for site in group]
-        inputs = torch.cat([one.inputs for one in tables])
-        targets = torch.cat([one.targets for one in tables])
-        owners = [
-            f"{site.name}/{k}" for site, one in zip(group, tables, strict=True) for k in one.owners
-        ]
-        score = fit(inputs, targets.numpy(), np.array(owners), experiment.seed)
-        for site in group:
-            outcomes[site.name] = _of_scorer(site, score)
-    return outcomes
-
-
-def run_federated_ridge(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
-    """Fit one ridge regression over all sites by sums over their samples; no sample leaves a site.
-
-    Parameters are those of :func:`run_linear`.
-    """
-    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
-    tables = [table(site, "a ridge regression") for site in sites]
-    samples = [
-        baselines.SiteSamples(one.inputs.cpu(), one.targets.cpu().numpy(), one.owners)
-        for one in tables
-    ]
-    score = baselines.fit_federated_ridge(samples, experiment.seed)
-    return {site.name: _of_scorer(site, score) for site in sites}
-
-
-def run_represented(
-    experiment: Experiment,
-    data: Mapping[str, SiteData],
-    *,
-    representation: str,
-    run: Runner,
-    together: bool = True,
-) -> dict[str, Outcome]:
-    """Run a method on the data in a representation that is fitted on the training units.
-
-    Parameters
-    ----------
-    experiment
-        Its split decides the training units.
-    data
-        Site name to its data, for every site of the experiment.
-    representation
-        One that the task has.
-    run
-        The method.
-    together
-        Fitted over all sites' training units, the same as if they were in one place; otherwise
-        each site fits its own.
-    """
-    task = experiment.task
-    train = {name: task.split(data[name], experiment).train for name in experiment.sites}
-    given: dict[str, SiteData] = {}
-    for group in [tuple(train)] if together else [(name,) for name in train]:
-        given |= task.represented(representation, {name: data[name] for name in group}, train)
-    return run(experiment, given)
-
-
 def run_chosen(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
     """Run the candidate that inner cross-validation on the training subjects chooses."""
     protocol = selection.read_protocol(selection.candidates_file())
@@ -245,80 +96,6 @@ def run_with_inner_thresholds(
     return selection.run_nested(experiment, data, protocol=protocol, lookup=method)
 
 
-def run_singleset(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
-    """Train every site alone, on its own data only."""
-    outcomes = {}
-    for name in experiment.sites:
-        site = Site(name, data[name], experiment)
-        site.train_alone()
-        outcomes[name] = outcome(site)
-    return outcomes
-
-
-def run_pooled(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str, Outcome]:
-    """Train one network on the training samples of all sites in one place.
-
-    The upper reference, and what a federation exists to avoid: raw data leave their site. Each
-    site's features are standardised as in the federation; batch norm sees all sites together.
-    """
-    sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
-    task, network = experiment.task, sites[0].network
-    samples = task.pooled([site.train_samples for site in sites])
-    loss = task.loss(experiment.training, samples)
-    for number in range(experiment.rounds):
-        seed = derive_seed(experiment.seed, "pooled", number, "train")
-        train_epochs(
-            network, samples, experiment.training, seed=seed, loss=loss, forward=task.forward
-        )
-    state = entries(network, network.state_dict())
-    outcomes = {}
-    for site in sites:
-        load_entries(site.network, state)
-        outcomes[site.name] = outcome(site)
-    return outcomes
-
-
-def outcome(site: Site) -> Outcome:
-    """Score a site's held-out and training units with its network as it stands."""
-    score = site.task.score
-    return _decided(site, score(site.network, site.test), score(site.network, site.train_samples))
-
-
-def _decided(site: Site, test: Scores, train: Scores) -> Outcome:
-    facts = site.task.decisions(train)
-    return Outcome(replace(test, facts=facts), replace(train, facts=facts))
-
-
-def _of_scorer(site: Site, score: baselines.Scorer) -> Outcome:
-    """Score a site's units by something other than a network."""
-    parts = len(site.task.levels) > 1
-    found = [
-        make_scores(score(one.inputs), one.targets.cpu().numpy(), one.owners, parts=parts)
-        for one in (tensors(site.test), tensors(site.train_samples))
-    ]
-    return _decided(site, *found)
-
-
-def table(site: Site, what: str) -> TensorSamples:
-    """Return a site's training samples as one tensor.
-
-    Raises
-    ------
-    ValueError
-        If the task does not hold them in memory; `what` needs that.
-    """
-    samples = site.train_samples
-    if not isinstance(samples, TensorSamples):
-        raise ValueError(f"{what} needs samples in memory, task {site.task.name!r} has none")
-    return samples
-
-
-def tensors(samples: Samples) -> TensorSamples:
-    """Return samples that are known to lie in memory."""
-    assert isinstance(samples, TensorSamples)
-    return samples
-
-
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.03}
 """SCAFFOLD needs plain SGD, so it is compared with averaging under plain SGD. Of 0.003, 0.01, 0.03,
 0.1 and 0.3 this rate comes closest to the training loss of the ABIDE job's Adam (fold 0, seed 0).
@@ -328,97 +105,89 @@ CUTS = {"name": "clustered", "split_mean_norm": 0.8, "split_site_norm": 1.6}
 """On the ABIDE job the mean update's norm falls from 1.15 to 0.8 while the largest site's stays at
 2: chosen from these norms alone, without a look at any score."""
 
+
+def _federated(
+    name: str,
+    title: str,
+    policy: str,
+    run: Runner = run_federated,
+    training: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Method:
+    """Make a method that FLARE can run; `more` are further changes of the experiment."""
+    return Method(name, title, run, {"policy": policy, **more}, training or {})
+
+
+def _here(name: str, title: str, run: Runner, policy: str = "none", **more: Any) -> Method:
+    """Make a method that runs in one process alone."""
+    return Method(name, title, run, {"policy": policy}, in_flare=False, **more)
+
+
+def _linear(
+    name: str, title: str, run: Runner, *, pooled: bool = False, raw: bool = True
+) -> Method:
+    """Make a method without a network; `raw`: on samples that are not standardised."""
+    changes = {"policy": "none", "standardization": "none"} if raw else {"policy": "none"}
+    return Method(
+        name,
+        title,
+        run,
+        changes,
+        in_flare=False,
+        needs_pooled_data=pooled,
+        has_network=False,
+        needs="classes",
+    )
+
+
+def _on_tangent(run: Runner, *, together: bool = True) -> Runner:
+    return partial(run_represented, representation="tangent", run=run, together=together)
+
+
+_ridge = partial(run_linear, fit=baselines.fit_ridge)
+_federated_ridge = partial(run_linear, fit=baselines.fit_federated_ridge)
+_logistic = partial(run_linear, fit=baselines.fit_logistic)
+_SCAFFOLD: dict[str, Any] = {"algorithm": {"name": "scaffold"}, "training": PLAIN_SGD}
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(
-            "singleset",
-            "SingleSet",
-            run_singleset,
-            {"policy": "none", "algorithm": {"name": "alone"}},
-        ),
-        Method("fedavg", "FedAvg", run_federated, {"policy": "none"}),
-        Method("fedprox", "FedProx", run_federated, {"policy": "none"}, {"proximal_mu": 0.01}),
-        Method("fedbn", "FedBN", run_federated, {"policy": "fedbn"}),
-        Method("silobn", "SiloBN", run_federated, {"policy": "silobn"}),
-        Method(
-            "fedbn_fedprox",
-            "FedBN + FedProx",
-            run_federated,
-            {"policy": "fedbn"},
-            {"proximal_mu": 0.01},
-        ),
+        _federated("singleset", "SingleSet", "none", run_singleset, algorithm={"name": "alone"}),
+        _federated("fedavg", "FedAvg", "none"),
+        _federated("fedprox", "FedProx", "none", training={"proximal_mu": 0.01}),
+        _federated("fedbn", "FedBN", "fedbn"),
+        _federated("silobn", "SiloBN", "silobn"),
+        _federated("fedbn_fedprox", "FedBN + FedProx", "fedbn", training={"proximal_mu": 0.01}),
+        _federated("fedavg_sgd", "FedAvg, SGD", "none", training=PLAIN_SGD),
+        _federated("scaffold", "SCAFFOLD", "none", **_SCAFFOLD),
+        _federated("fedbn_sgd", "FedBN, SGD", "fedbn", training=PLAIN_SGD),
+        _federated("fedbn_scaffold", "FedBN + SCAFFOLD", "fedbn", **_SCAFFOLD),
+        _federated("clustered", "clustered FedAvg", "none", algorithm=CUTS),
         *(
-            Method(
-                name,
-                title,
-                run_federated,
-                {"policy": policy, "algorithm": {"name": algorithm}},
-                PLAIN_SGD,
+            _federated(
+                name, title, policy, run_finetuned, finetune={"epochs": 8, "entries": entries}
             )
-            for name, title, policy, algorithm in (
-                ("fedavg_sgd", "FedAvg, SGD", "none", "average"),
-                ("scaffold", "SCAFFOLD", "none", "scaffold"),
-                ("fedbn_sgd", "FedBN, SGD", "fedbn", "average"),
-                ("fedbn_scaffold", "FedBN + SCAFFOLD", "fedbn", "scaffold"),
-            )
-        ),
-        Method(
-            "clustered", "clustered FedAvg", run_federated, {"policy": "none", "algorithm": CUTS}
-        ),
-        *(
-            Method(
-                name,
-                title,
-                run_finetuned,
-                {"policy": policy, "finetune": {"epochs": 8, "entries": tuned}},
-            )
-            for name, title, policy, tuned in (
+            for name, title, policy, entries in (
                 ("fedavg_finetune", "FedAvg + fine-tuning", "none", "all"),
                 ("fedbn_finetune", "FedBN + fine-tuning", "fedbn", "all"),
                 ("fedbn_finetune_head", "FedBN + fine-tuned head", "fedbn", "head"),
             )
         ),
-        Method("fedavg_adabn", "FedAvg + AdaBN", run_adapted, {"policy": "none"}, in_flare=False),
-        Method(
-            "fedavg_threshold",
-            "FedAvg + threshold",
-            run_with_thresholds,
-            {"policy": "none"},
-            in_flare=False,
-        ),
-        Method(
+        _here("fedavg_adabn", "FedAvg + AdaBN", run_adapted),
+        _here("fedavg_threshold", "FedAvg + threshold", run_with_thresholds, needs="two classes"),
+        _here(
             "fedavg_threshold_cv",
             "FedAvg + inner threshold",
             partial(run_with_inner_thresholds, name="fedavg"),
-            {"policy": "none"},
-            in_flare=False,
             is_nested=True,
+            needs="two classes",
         ),
-        Method(
-            "fedbn_tangent",
-            "FedBN, tangent",
-            partial(run_represented, representation="tangent", run=run_federated),
-            {"policy": "fedbn"},
-            in_flare=False,
-        ),
-        *(
-            Method(
-                name,
-                title,
-                run,
-                {"policy": "none", "standardization": "none"},
-                in_flare=False,
-                has_network=False,
-            )
-            for name, title, run in (
-                ("ridge_federated", "ridge, federated", run_federated_ridge),
-                (
-                    "ridge_federated_tangent",
-                    "ridge, federated, tangent",
-                    partial(run_represented, representation="tangent", run=run_federated_ridge),
-                ),
-            )
+        _here("fedbn_tangent", "FedBN, tangent", _on_tangent(run_federated), "fedbn"),
+        _linear("ridge_federated", "ridge, federated", _federated_ridge),
+        _linear(
+            "ridge_federated_tangent",
+            "ridge, federated, tangent",
+            _on_tangent(_federated_ridge),
         ),
         ChosenMethod(
             "nested",
@@ -428,50 +197,17 @@ METHODS: dict[str, Method] = {
             in_flare=False,
             has_network=False,
             is_nested=True,
+            needs="two classes",
         ),
-        Method(
-            "pooled",
-            "pooled",
-            run_pooled,
-            {"policy": "none"},
-            in_flare=False,
-            needs_pooled_data=True,
-        ),
-        *(
-            Method(
-                name,
-                title,
-                partial(run_linear, fit=fit, together=together),
-                {"policy": "none"},
-                in_flare=False,
-                needs_pooled_data=together,
-                has_network=False,
-            )
-            for name, title, fit, together in (
-                ("ridge", "ridge, pooled", baselines.fit_ridge, True),
-                ("logistic", "logistic, pooled", baselines.fit_logistic, True),
-                ("ridge_single", "ridge, alone", baselines.fit_ridge, False),
-            )
-        ),
-        *(
-            Method(
-                name,
-                title,
-                partial(
-                    run_represented,
-                    representation="tangent",
-                    run=partial(run_linear, fit=baselines.fit_logistic, together=together),
-                    together=together,
-                ),
-                {"policy": "none", "standardization": "none"},
-                in_flare=False,
-                needs_pooled_data=together,
-                has_network=False,
-            )
-            for name, title, together in (
-                ("tangent", "logistic on tangent, pooled", True),
-                ("tangent_single", "logistic on tangent, alone", False),
-            )
+        _here("pooled", "pooled", run_pooled, needs_pooled_data=True),
+        _linear("ridge", "ridge, pooled", _ridge, pooled=True, raw=False),
+        _linear("logistic", "logistic, pooled", _logistic, pooled=True, raw=False),
+        _linear("ridge_single", "ridge, alone", partial(_ridge, together=False), raw=False),
+        _linear("tangent", "logistic on tangent, pooled", _on_tangent(_logistic), pooled=True),
+        _linear(
+            "tangent_single",
+            "logistic on tangent, alone",
+            _on_tangent(partial(_logistic, together=False), together=False),
         ),
     )
 }

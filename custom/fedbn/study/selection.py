@@ -197,7 +197,7 @@ class InnerScores:
     targets
         0 or 1, (n_subjects,), in the order of the inner store's participants.
     scores
-        Probability of autism, float64 (n_subjects,).
+        Probability of the positive class, float64 (n_subjects,).
     folds
         Inner fold in which each subject was held out, (n_subjects,).
     """

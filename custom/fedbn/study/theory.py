@@ -299,8 +299,8 @@ def _stacked(clients: Sequence[np.ndarray], settings: Settings) -> tuple[np.ndar
     return np.concatenate(chosen), client
 
 
-def digits(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Describe the five digit domains, as pixels in [-1, 1] and standardised at each client."""
+def digits(folder: Path, settings: Settings) -> dict[str, list[np.ndarray]]:
+    """Read samples of the five digit domains as pixels in [-1, 1]."""
     from data_prep.paper.sources import read_digits
 
     clients = []
@@ -308,29 +308,19 @@ def digits(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
         rows = np.random.default_rng([1, i]).permutation(len(domain.labels))[: settings.n_rows]
         images = np.stack(list(domain.images(rows, 28))).reshape(len(rows), -1)
         clients.append(images / 127.5 - 1)
-    samples, client = _stacked(clients, settings)
-    yield describe("digits, pixels in [-1, 1]", samples, client)
-    yield describe("digits, standardised", standardised(samples, client), client)
+    return {"digits, pixels in [-1, 1]": clients}
 
 
-def connectomes(data_root: Path, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Describe the connectomes of all sites of a folder, one a subject and all windows."""
-    from data_prep.site_store import find_site_stores, read_site_store
-
-    stores = [read_site_store(path) for path in find_site_stores(data_root)]
-    first = [
-        store.connectomes[np.unique(store.sample_participant, return_index=True)[1]]
-        for store in stores
-    ]
-    samples, client = _stacked(first, settings)
-    yield describe("connectomes, one a subject", samples, client)
-    yield describe("connectomes, standardised", standardised(samples, client), client)
-    if any(len(store.connectomes) > len(rows) for store, rows in zip(stores, first, strict=True)):
-        windows = []
-        for store in stores:  # the windows of few subjects, so that neighbours are among them
-            windows.append(store.connectomes[: settings.n_rows])
-        samples, client = _stacked(windows, settings)
-        yield describe("connectomes, overlapping windows", samples, client)
+def described(
+    data: Mapping[str, Sequence[np.ndarray]], settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """Describe each kind of samples, (n, n_features) a client; the first also standardised."""
+    for k, (name, clients) in enumerate(data.items()):
+        samples, client = _stacked(clients, settings)
+        yield describe(name, samples, client)
+        if k == 0:
+            name = f"{name.partition(',')[0]}, standardised"
+            yield describe(name, standardised(samples, client), client)
 
 
 # ------------------------------------------------------------------------------------- the whole
@@ -339,7 +329,7 @@ def connectomes(data_root: Path, settings: Settings) -> Iterator[dict[str, Any]]
 def study(
     settings: Settings,
     digit_folder: Path | None = None,
-    data_root: Path | None = None,
+    own: Mapping[str, Sequence[np.ndarray]] | None = None,
     on_step: OnStep = lambda _: None,
 ) -> dict[str, Any]:
     """Run the whole experiment.
@@ -349,8 +339,8 @@ def study(
     settings : Settings
     digit_folder : Path, optional
         Folder with one ``.npz`` a digit domain.
-    data_root : Path, optional
-        Folder with one connectome store a site.
+    own : mapping, optional
+        Further samples for :func:`described`: name to one array a client.
     on_step : callable
         Told what begins.
 
@@ -366,9 +356,8 @@ def study(
     )
     data.append(describe("the toy", problem.samples, problem.client))
     if digit_folder is not None:
-        data += digits(digit_folder, settings)
-    if data_root is not None:
-        data += connectomes(data_root, settings)
+        data += described(digits(digit_folder, settings), settings)
+    data += described(own or {}, settings)
     on_step("closed form and interlacing")
     found: dict[str, Any] = {
         "settings": asdict(settings),

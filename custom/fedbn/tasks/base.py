@@ -38,12 +38,36 @@ class Metric(NamedTuple):
         Its direction.
     in_percent
         Whether a table shows it in %.
+    short
+        For the head of a narrow column; the title if empty.
     """
 
     name: str
     title: str
     higher_is_better: bool = True
     in_percent: bool = True
+    short: str = ""
+
+
+class Features(NamedTuple):
+    """The network's inputs by name, for a task whose inputs have names.
+
+    Attributes
+    ----------
+    noun
+        What one of them is called: ``"feature"``.
+    columns
+        What a name is made of, as the columns of a table.
+    names
+        Of each input, in the order of the network's.
+    shown
+        Those of the columns that a person reads.
+    """
+
+    noun: str
+    columns: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
+    shown: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +298,20 @@ class Task(BaseModel, ABC):
         """Say what a person should know of a site's data, from :meth:`facts`."""
         return []
 
+    def feature_names(self, data: SiteData) -> Features | None:
+        """Name the network's inputs one by one; ``None`` where they have no names."""
+        return None
+
+    def relabelled(self, data: SiteData, order: Index) -> SiteData:
+        """Return the data with unit k's class that of unit ``order[k]``, for a label permutation.
+
+        Raises
+        ------
+        DataError
+            If the task cannot do that.
+        """
+        raise DataError(f"task {self.name!r} cannot deal out the classes of its units anew")
+
     # ---------------------------------------------------------------------------- the network
 
     def forward(self, network: nn.Module, batch: Batch) -> Any:
@@ -322,6 +360,10 @@ class Task(BaseModel, ABC):
     @abstractmethod
     def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
         """Count units that are ``"corrected"`` or ``"lost"`` from one to the other, of ``"n"``."""
+
+    def per_unit(self, scores: Scores) -> np.ndarray | None:
+        """Return the headline metric of each unit, float64 (n,), where it is their mean."""
+        return None
 
     def decisions(self, train: Scores) -> dict[str, float]:
         """Choose on training units what scores are decided by; facts for the held-out ones."""

@@ -28,16 +28,16 @@ THRESHOLD, OWN_THRESHOLD = "threshold", "own_threshold"
 AT_OWN_THRESHOLD = "accuracy_own_threshold"
 
 ANY_CLASSES = (
-    Metric("accuracy", "accuracy"),
-    Metric("balanced_accuracy", "balanced accuracy"),
+    Metric("accuracy", "accuracy", short="acc."),
+    Metric("balanced_accuracy", "balanced accuracy", short="bal."),
     Metric("auc", "AUC", in_percent=False),
 )
 TWO_CLASSES = (
     *ANY_CLASSES,
-    Metric("sensitivity", "sensitivity"),
-    Metric("specificity", "specificity"),
-    Metric("brier", "Brier score", higher_is_better=False, in_percent=False),
-    Metric(AT_OWN_THRESHOLD, "accuracy, own threshold"),
+    Metric("sensitivity", "sensitivity", short="sens."),
+    Metric("specificity", "specificity", short="spec."),
+    Metric("brier", "Brier score", higher_is_better=False, in_percent=False, short="Brier"),
+    Metric(AT_OWN_THRESHOLD, "accuracy, own threshold", short="own"),
 )
 
 _BATCH = 512
@@ -124,7 +124,7 @@ class ClassificationTask(Task):
         """Return accuracies and the mean cross entropy of the samples, in nats."""
         found = {
             f"{level}_accuracy": float(np.mean(called(one) == one.columns["target"]))
-            for level, one in zip(self.levels, self._levels(scores), strict=True)
+            for level, one in zip(self.levels, self._levels(scores), strict=False)
         }
         last = scores.parts or scores
         of_target = probabilities(last)[np.arange(len(last.units)), last.columns["target"]]
@@ -137,7 +137,7 @@ class ClassificationTask(Task):
         """Return the metrics of each level; see :func:`classification_metrics`."""
         return {
             level: classification_metrics(one)
-            for level, one in zip(self.levels, self._levels(scores), strict=True)
+            for level, one in zip(self.levels, self._levels(scores), strict=False)
         }
 
     def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
@@ -148,6 +148,11 @@ class ClassificationTask(Task):
             "lost": int((was & ~now).sum()),
             "n": len(scores.units),
         }
+
+    def per_unit(self, scores: Scores) -> np.ndarray:
+        """Return 1 for each unit that is called right, else 0."""
+        right: np.ndarray = (called(scores) == scores.columns["target"]).astype(np.float64)
+        return right
 
     def decisions(self, train: Scores) -> dict[str, float]:
         """Return the threshold, and the best one on the training units; none for many classes."""
@@ -174,7 +179,8 @@ class ClassificationTask(Task):
         return operating_point.calibration(scores.columns["target"], scores.columns["p_1"])
 
     def _levels(self, scores: Scores) -> list[Scores]:
-        return [scores.level(depth) for depth in range(len(self.levels))]
+        depths = range(len(self.levels) if scores.parts is not None else 1)
+        return [scores.level(depth) for depth in depths]
 
 
 class _First:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 from data_prep.errors import some_of
 from data_prep.table_store import TABLE, TableStore, plain, read_table_store
 from fedbn.core.batches import TensorSamples
+from fedbn.tasks.base import Features
 from fedbn.tasks.classification import ClassificationTask
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
 from fedbn.tasks.site_network import standardized_rows
@@ -204,6 +206,21 @@ class TabularTask(ClassificationTask):
         """Name the columns that the site has not."""
         absent = facts.get("columns_without_values")
         return [f"columns without values: {', '.join(absent)}"] if absent else []
+
+    def feature_names(self, data: SiteData) -> Features:
+        """Name each feature."""
+        return Features("feature", ("feature",), tuple((n,) for n in self.features), ("feature",))
+
+    def relabelled(self, data: SiteData, order: Index) -> TableStore:
+        """Return the table with the target of each participant's rows that of another."""
+        store = _table(data)
+        place = store.columns.index(self.target)
+        first = np.unique(store.owners, return_index=True)[1]
+        rows = (
+            (*row[:place], store.rows[first[order[owner]]][place], *row[place + 1 :])
+            for row, owner in zip(store.rows, store.owners, strict=True)
+        )
+        return replace(store, rows=tuple(rows))
 
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""

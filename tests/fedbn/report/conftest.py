@@ -15,7 +15,8 @@ from fedbn.federation.site_state import SiteState, network_fingerprint, write_js
 from fedbn.report import figures
 from fedbn.report.html import table_html
 from fedbn.report.writing import write_report
-from fedbn.study import comparison
+from fedbn.study import comparison, execution
+from fedbn.study.plan import plan_comparison
 
 N_EDGES = 66
 JOB = "a_job"
@@ -89,17 +90,22 @@ def stores_root(tmp_path_factory, write_store):
 
 def in_this_process(tasks, _processes):
     for task in tasks:
-        comparison._do(task)
+        execution.do(task)
         yield from (unit.run for unit in task.units)
 
 
 def make_comparison(out, settings, root, methods):
-    plan = comparison.plan_comparison(settings, methods, n_seeds=2)
+    plan = plan_comparison(settings, methods, n_seeds=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "_execute", in_this_process)
-        comparison._stores.cache_clear()
+        patch.setattr(comparison, "execute", in_this_process)
+        execution._read.cache_clear()
         comparison.compare(plan, root, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def compare_methods():
+    return make_comparison
 
 
 @pytest.fixture(scope="session")

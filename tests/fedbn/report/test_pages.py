@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from fedbn.__main__ import app
 from fedbn.federation.simulation import read_sites, run_federation
-from fedbn.report import comparison_page, edges, figures
-from fedbn.report.comparison_page import drawn, operating_point_sentences
+from fedbn.report import comparison_page, figures
+from fedbn.report.comparison_page import drawn
+from fedbn.report.panels import connectome
+from fedbn.report.panels.registry import panels_of
 from fedbn.report.tables import SYNTHETIC
 from fedbn.report.writing import write_report
 from fedbn.study import comparison, paired
 from fedbn.study.comparison import read_comparison
+from fedbn.tasks.connectome.task import ConnectomeTask
 
 pytestmark = pytest.mark.slow  # every test draws the pictures of a whole page
 
@@ -71,7 +74,7 @@ def test_without_data_the_page_says_what_it_leaves_out(page_of, compared, read_p
     reader, files = check_self_contained(page, read_page)
     assert {name for name in files if name.startswith(("conv", "emb", "dist"))} == set()
     text = " ".join(reader.text)
-    assert text.count("give the folder of the site stores with --data to see it") == 3
+    assert text.count("give the folder of the site stores with --data to see it") == 4
     assert "training_loss" in files, "it is in the files of the runs"
 
 
@@ -89,7 +92,7 @@ def test_the_page_of_a_flare_run_without_data(page_of, workspace, read_page):
     assert "distance_statistics_1" in files
     assert "embedding_1" not in files
     text = " ".join(reader.text)
-    assert "ROC, confusion matrices and calibration need the subjects' classes" in text
+    assert "Pictures of single subjects' scores need their data" in text
 
 
 def test_results_alone_are_run_once_more_where_the_data_are(
@@ -117,7 +120,7 @@ def test_made_up_subjects_are_labelled_in_every_picture_table_and_title(
 
     save = figures.figure_png
     monkeypatch.setattr(figures, "figure_png", noted)
-    monkeypatch.setattr(edges, "figure_png", noted)
+    monkeypatch.setattr(connectome, "figure_png", noted)
     page = page_of(compared, data)
     reader, files = check_self_contained(page, read_page)
     assert f"<title>{html.escape(LABEL)}: " in page.read_text()
@@ -220,16 +223,18 @@ NOT_SHOWN = difference(0.005, -0.03, 0.04)
     ],
 )
 def test_the_operating_point_is_told_from_ranking(summary, accuracy, auc, own, said, not_said):
-    text = " ".join(operating_point_sentences(with_differences(summary, accuracy, auc, own)))
+    text = " ".join(
+        panels_of(ConnectomeTask()).findings(with_differences(summary, accuracy, auc, own))
+    )
     assert said in text
     assert not_said not in text
 
 
-def test_a_difference_whose_interval_holds_zero_is_hollow_and_grey(summary, monkeypatch):
+def test_a_difference_whose_interval_holds_zero_is_hollow_and_grey(compared, summary, monkeypatch):
     bars = []
     monkeypatch.setattr(figures, "forest", lambda *args, **_: bars.extend(args[1]) or b"\0" * 24)
     page = comparison_page.Page("A", synthetic=False)
-    comparison_page._differences(page, summary)
+    comparison_page._differences(page, summary, read_comparison(compared)[1])
     assert len(bars) == 6
     for bar in bars:
         assert bar.shown == (bar.low > 0 or bar.high < 0)
@@ -237,7 +242,7 @@ def test_a_difference_whose_interval_holds_zero_is_hollow_and_grey(summary, monk
 
 def test_nothing_is_said_of_fedbn_where_it_is_not_compared(summary):
     changed = {**summary, "differences": {"singleset": summary["differences"]["singleset"]}}
-    assert operating_point_sentences(changed) == []
+    assert panels_of(ConnectomeTask()).findings(changed) == []
 
 
 def test_pictures_have_room_for_six_methods_the_reference_and_fedbn_among_them():

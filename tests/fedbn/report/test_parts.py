@@ -27,13 +27,12 @@ def models_of(experiment, sites=("NYU", "UM", "USM")):
             if name.endswith("running_mean"):
                 state[name] += torch.randn(state[name].shape, generator=generator)
         by_site[site] = state
-    return SiteModels(experiment, partition, by_site, {}, (("1", "a"), ("2", "b")), "two regions")
+    return SiteModels(experiment, partition, by_site, {})
 
 
 def page_of(models):
     page = Page("A", synthetic=False)
-    parts.site_differences(page, models, None, "why not")
-    parts.telling_edges(page, models, "why not")
+    parts.sites_inside(page, models, None, "why not", lambda _: None)
     return page
 
 
@@ -41,7 +40,6 @@ def page_of(models):
 def test_a_deep_network_has_one_map_of_layers_by_pairs(settings):
     page = page_of(models_of(settings.changed(network=DEEP)))
     assert set(page.pictures) == {"distance_statistics", "distance_gamma_and_beta"}
-    assert "Not for network DenseNet121" in page.html()
 
 
 @pytest.mark.parametrize(
@@ -64,17 +62,4 @@ def test_shared_gamma_and_beta_have_no_map(settings):
 
 def test_without_models_both_sections_say_why():
     page = page_of(None)
-    assert page.html().count("why not") == 2
-
-
-@pytest.mark.slow
-def test_a_region_without_coordinates_is_named(settings):
-    experiment = settings.changed(
-        network={"name": "ConnectomeMLP", "args": {"in_features": 3, "hidden": [2]}}
-    )
-    rois = (("10", "Left Thalamus"), ("11", "Left Caudate"), ("3455", "label 3455"))
-    models = models_of(experiment)
-    page = page_of(SiteModels(experiment, models.partition, models.by_site, {}, rois, "atlas"))
-    assert "edges_above" in page.pictures
-    assert "2 edges are not drawn: for ROI 3455 there are no coordinates" in page.html()
-    assert "label 3455 (3455)" in page.html()
+    assert page.html().count("why not") == 3

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.site_store import StoreError, read_site_store
+from data_prep.site_store import read_site_store
 from fedbn.federation.simulation import read_sites
 from fedbn.federation.site_state import SiteStateError
 from fedbn.report import site_models
 from fedbn.report.site_models import share_between
+from fedbn.tasks.data import DataError
 
 LAYER = "hidden.0.norm"
 
@@ -94,7 +95,8 @@ def test_the_model_of_another_network_is_refused(workspace, settings):
 
 
 def test_embeddings_have_a_point_a_subject(models, stores_root, settings):
-    found = site_models.embeddings(models, read_sites(stores_root, settings))
+    sites = site_models.checked_sites(models, read_sites(stores_root, settings))
+    found = site_models.embeddings(sites)
     assert [one.points.shape for one in found] == [(104, 2)] * 3
     for one in found:
         assert np.bincount(one.owner).tolist() == [64, 40]
@@ -102,11 +104,12 @@ def test_embeddings_have_a_point_a_subject(models, stores_root, settings):
 
 
 def test_batch_norm_takes_out_a_shift_of_a_site(models, stores_root, settings):
-    stored, _, after = site_models.embeddings(models, read_sites(stores_root, settings))
+    sites = site_models.checked_sites(models, read_sites(stores_root, settings))
+    stored, _, after = site_models.embeddings(sites)
     assert stored.between > 3 * after.between
 
 
 def test_other_data_than_the_models_were_trained_on_are_refused(models, write_store, tmp_path):
     write_store(tmp_path / "NYU", "NYU", n_subjects=40)
-    with pytest.raises(StoreError, match=r"site 'NYU': the store at .* is not the one"):
+    with pytest.raises(DataError, match=r"site 'NYU': the store at .* is not the one"):
         site_models.checked_site(models, "NYU", read_site_store(tmp_path / "NYU"))

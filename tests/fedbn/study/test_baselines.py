@@ -39,9 +39,9 @@ def samples():
 
 @pytest.mark.parametrize("penalty", [0.1, 10.0])
 def test_ridge_is_a_plain_ridge_regression_of_the_class(samples, monkeypatch, penalty):
-    inputs, targets, subjects = samples
+    inputs, targets, _ = samples
     monkeypatch.setattr(baselines, "choose_penalty", lambda *_: penalty)
-    found = fit_ridge(inputs, targets, subjects, 0)(inputs[:20])
+    found = fit_ridge([SiteSamples("UM", *samples)], 0)(inputs[:20])
     plain = Ridge(alpha=penalty * N_EDGES).fit(inputs.double().numpy(), targets)
     expected = plain.predict(inputs[:20].double().numpy()).clip(0, 1)
     assert found[:, 1] == pytest.approx(expected, abs=1e-5)
@@ -50,9 +50,9 @@ def test_ridge_is_a_plain_ridge_regression_of_the_class(samples, monkeypatch, pe
 
 @pytest.mark.parametrize("penalty", [0.1, 10.0])
 def test_logistic_is_a_plain_logistic_regression(samples, monkeypatch, penalty):
-    inputs, targets, subjects = samples
+    inputs, targets, _ = samples
     monkeypatch.setattr(baselines, "choose_penalty", lambda *_: penalty)
-    found = fit_logistic(inputs, targets, subjects, 0)(inputs[:20])
+    found = fit_logistic([SiteSamples("UM", *samples)], 0)(inputs[:20])
     plain = LogisticRegression(C=1 / (penalty * N_EDGES), tol=1e-8, max_iter=5000)
     expected = plain.fit(inputs.double().numpy(), targets).predict_proba(inputs[:20].numpy())
     assert found == pytest.approx(expected, abs=2e-3)
@@ -62,7 +62,7 @@ def test_logistic_is_a_plain_logistic_regression(samples, monkeypatch, penalty):
 def test_a_baseline_learns_what_can_be_learned(samples, fit):
     inputs, targets, subjects = samples
     train = subjects < 16
-    score = fit(inputs[train], targets[train], subjects[train], 0)(inputs[~train])
+    score = fit([SiteSamples("UM", *(one[train] for one in samples))], 0)(inputs[~train])
     assert np.mean((score[:, 1] >= 0.5) == targets[~train]) > 0.7
 
 
@@ -87,7 +87,7 @@ def test_the_stronger_penalty_wins_where_nothing_can_be_learned():
     rng = np.random.default_rng(0)
     noise = torch.from_numpy(rng.standard_normal((60, 200)).astype(np.float32))
     targets, subjects = rng.permutation(60) % 2, np.arange(60)
-    score = fit_ridge(noise, targets, subjects, 0)(noise)
+    score = fit_ridge([SiteSamples("UM", noise, targets, subjects)], 0)(noise)
     assert np.abs(score[:, 1] - 0.5).max() < 0.3
     chosen = []
 
@@ -116,8 +116,8 @@ def two_sites(samples):
     inputs, targets, subjects = samples
     first = subjects < 10
     return [
-        SiteSamples(inputs[first] + 1, targets[first], subjects[first]),
-        SiteSamples(inputs[~first], targets[~first], subjects[~first]),
+        SiteSamples("NYU", inputs[first] + 1, targets[first], subjects[first]),
+        SiteSamples("UM", inputs[~first], targets[~first], subjects[~first]),
     ]
 
 
@@ -195,9 +195,8 @@ def test_a_site_of_the_federated_ridge_answers_with_sums_alone(two_sites):
 
 def test_one_small_site_leaves_the_penalty_of_the_federated_ridge_unchosen(two_sites, monkeypatch):
     few = two_sites[1].subjects < 14
-    small = SiteSamples(
-        two_sites[1].inputs[few], two_sites[1].targets[few], two_sites[1].subjects[few]
-    )
+    parts = (two_sites[1].inputs, two_sites[1].targets, two_sites[1].subjects)
+    small = SiteSamples("UM", *(part[few] for part in parts))
 
     def nothing_to_hold_out(*_):
         raise AssertionError("two subjects of a class are not three folds")
@@ -208,7 +207,7 @@ def test_one_small_site_leaves_the_penalty_of_the_federated_ridge_unchosen(two_s
 
 
 def test_samples_that_do_not_vary_leave_the_federated_ridge_with_the_share_of_patients():
-    same = SiteSamples(torch.ones(8, 5), np.arange(8) % 4 // 3, np.arange(8))
+    same = SiteSamples("UM", torch.ones(8, 5), np.arange(8) % 4 // 3, np.arange(8))
     assert fit_federated_ridge([same], 0)(torch.ones(2, 5))[:, 1] == pytest.approx(0.25)
 
 

@@ -27,25 +27,20 @@ from fedbn.federation.changes import parse_network
 from fedbn.federation.experiment import ExperimentError
 from fedbn.federation.simulation import federate, read_sites, run_federation
 from fedbn.report.comparison_tables import (
-    accuracy_table,
     comparison_tables,
     difference_sentences,
     difference_table,
+    scores_table,
     width,
 )
 from fedbn.report.tables import SYNTHETIC, render
-from fedbn.study import comparison, paired
-from fedbn.study.comparison import (
-    ComparisonError,
-    Run,
-    compare,
-    make_record,
-    plan_comparison,
-    read_summary,
-    score_record,
-)
+from fedbn.study import comparison, execution, paired
+from fedbn.study.comparison import compare, read_summary
 from fedbn.study.method import Outcome
 from fedbn.study.methods import METHODS
+from fedbn.study.plan import ComparisonError, Run, plan_comparison
+from fedbn.study.records import make_record, score_record
+from fedbn.study.summary import convergence
 from fedbn.tasks.classification import TWO_CLASSES, make_scores
 
 LINEAR = 'torch.nn.Linear:{"in_features": 66, "out_features": 2}'
@@ -508,11 +503,11 @@ def in_this_process(monkeypatch):
     def execute(tasks, _processes):
         for task in tasks:
             tasks_done.append([unit.run for unit in task.units])
-            comparison._do(task)
+            execution.do(task)
             yield from tasks_done[-1]
 
-    comparison._stores.cache_clear()
-    monkeypatch.setattr(comparison, "_execute", execute)
+    execution._read.cache_clear()
+    monkeypatch.setattr(comparison, "execute", execute)
     return tasks_done
 
 
@@ -566,9 +561,9 @@ def test_methods_that_begin_alike_share_a_federation_and_keep_their_numbers(
 def test_only_equal_federations_of_one_seed_and_fold_are_shared(plan, first, second, shared):
     made = plan((first, second), n_seeds=2)
     units = [
-        comparison.Unit(run, made.experiment_of(run), Path(run.method), "") for run in made.runs
+        execution.Unit(run, made.experiment_of(run), Path(run.method), "") for run in made.runs
     ]
-    groups = comparison._together(units)
+    groups = execution.together(units)
     assert len(groups) == (4 if shared else 8)
     assert all(len({(unit.run.seed, unit.run.fold) for unit in group}) == 1 for group in groups)
 
@@ -599,7 +594,7 @@ LOSSES = {
 
 def test_rounds_until_the_reference_s_last_loss_by_hand(plan):
     made = plan(tuple(LOSSES), n_seeds=1, rounds=3)
-    found = comparison.convergence(made, losses_of(made, LOSSES), 1.0)
+    found = convergence(made, losses_of(made, LOSSES), 1.0)
     assert (found["of"], found["target"]) == ("fedavg", 0.625)
     fedbn, fedavg, fedprox = (found["methods"][name] for name in LOSSES)
     assert (fedbn["low"], fedbn["median"], fedbn["high"]) == (2, 2, 2)
@@ -617,7 +612,7 @@ def test_rounds_until_the_reference_s_last_loss_by_hand(plan):
 def test_rounds_until_a_loss_of_ones_own(plan, experiment):
     settings = experiment(n_folds=2, rounds=3)
     made = plan_comparison(settings, list(LOSSES), 1, target_loss=0.4)
-    found = comparison.convergence(made, losses_of(made, LOSSES), 1.0)
+    found = convergence(made, losses_of(made, LOSSES), 1.0)
     assert (found["of"], found["target"]) == (None, 0.4)
     assert [found["methods"][name]["reached"] for name in LOSSES] == [2, 0, 0]
     assert found["methods"]["fedbn"]["difference"] is None
@@ -768,7 +763,7 @@ def test_the_summary_is_worked_out_from_the_rows(finished):
 @pytest.mark.slow
 def test_tables_show_the_summary(finished):
     summary = finished["summary"]
-    text = render([accuracy_table(summary, "subject")], width(summary))
+    text = render([scores_table(summary, "subject")], width(summary))
     row = next(line for line in text.splitlines() if line.startswith(" FedBN"))
     for scope in ("NYU", "UM", "macro"):
         cell = summary["scores"]["fedbn"][scope]["subject"]["accuracy"]
@@ -816,7 +811,7 @@ def test_no_table_or_sentence_claims_what_the_interval_does_not(finished, mean, 
         assert all(row.split()[-1] == word for row in rows)
     else:
         assert sentence.startswith("FedBN against FedAvg: no difference shown (")
-        assert "holds zero" in sentence
+        assert "includes zero" in sentence
         assert not any(word in sentence for word in words)
         assert all(row.rstrip().endswith("not shown") for row in rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from dataclasses import replace
 
@@ -15,16 +16,17 @@ from data_prep.harvard_oxford import ROIS
 from data_prep.site_store import read_site_store
 from fedbn.__main__ import app
 from fedbn.federation.simulation import federate, read_sites
-from fedbn.report import edges, explanation_tables
+from fedbn.report import explanation_tables
 from fedbn.report.html import Picture
+from fedbn.report.panels import connectome
 from fedbn.study import explanation
 from fedbn.study.explanation import (
     SHARED,
     ExplanationError,
     chance_overlap,
-    edge_weights,
-    edges_csv,
     explain,
+    feature_weights,
+    features_csv,
     in_every_fold,
     overlap,
     rank_correlation,
@@ -78,7 +80,7 @@ def site(settings, root):
 
 
 def test_separation_adds_up_to_what_the_held_out_groups_differ_by(site):
-    found = edge_weights(site)
+    found = feature_weights(site)
     network = site.network.eval()
     with torch.no_grad():
         logits = network(site.test.inputs)
@@ -96,7 +98,7 @@ def test_a_weight_is_the_mean_attribution_without_its_sign_and_the_sign_a_direct
     with torch.no_grad():
         for block in site.network.hidden:
             block.activation = torch.nn.Identity()
-    found = edge_weights(site)
+    found = feature_weights(site)
     sample = torch.zeros(1, 66, requires_grad=True)
     logits = site.network.eval()(sample)
     (logits[0, 1] - logits[0, 0]).backward()
@@ -109,15 +111,16 @@ def test_a_weight_is_the_mean_attribution_without_its_sign_and_the_sign_a_direct
 
 
 def test_a_site_without_both_diagnoses_among_its_held_out_has_no_separation(site):
-    site.data.__dict__["labels"] = np.zeros_like(site.data.labels)
-    assert np.isnan(edge_weights(site).separation).all()
-    assert np.isfinite(edge_weights(site).weight).all()
+    site.test.targets.zero_()
+    site.train_samples.targets.zero_()
+    assert np.isnan(feature_weights(site).separation).all()
+    assert np.isfinite(feature_weights(site).weight).all()
 
 
 def test_a_network_whose_inputs_are_no_edges_is_refused(site):
-    site.data = replace(site.data, connectomes=site.data.connectomes[:, :65])
-    with pytest.raises(ExplanationError, match="inputs are not the 65 edges in order"):
-        edge_weights(site)
+    site.data = replace(site.data, rois=site.data.rois[:11])
+    with pytest.raises(ExplanationError, match="inputs are not the 55 edges in order"):
+        feature_weights(site)
 
 
 # --------------------------------------------------------------------------------------- all folds
@@ -138,7 +141,7 @@ def test_what_is_there_is_steadier_than_permuted_diagnoses(found):
         assert steady[scope]["overlap"]["found"] == 1
         assert steady[scope]["overlap"]["above"]
         assert steady[scope]["in_every_fold"]["found"] == 2
-    assert all("above permuted" in s for s in stability_sentences(steady, 2))
+    assert all("above permuted" in s for s in stability_sentences(steady, 2, "edge"))
 
 
 def test_folds_agree_even_where_there_is_nothing(found):
@@ -176,7 +179,7 @@ def test_each_fold_holds_out_other_subjects_and_starts_from_other_weights(
 def test_permuting_deals_out_each_sites_own_diagnoses_and_touches_nothing_else(root, settings):
     stores = read_sites(root, settings)
     before = {name: store.labels.copy() for name, store in stores.items()}
-    first, second = (explanation._permuted(stores, 0, k) for k in (0, 1))
+    first, second = (explanation._permuted(stores, settings, k) for k in (0, 1))
     for name, store in stores.items():
         assert np.array_equal(store.labels, before[name])
         assert first[name].labels.sum() == store.labels.sum()
@@ -224,13 +227,11 @@ def test_a_sentence_says_not_above_where_it_is_not():
     other = {"found": 0.7, "permuted": [0.61, 0.61], "above": True}
     count = {"found": 7, "permuted": [0, 7], "above": False}
     (sentence,) = stability_sentences(
-        {"UM": {"rank_correlation": one, "overlap": other, "in_every_fold": count}}, 50
+        {"UM": {"rank_correlation": one, "overlap": other, "in_every_fold": count}}, 50, "edge"
     )
-    assert "rank correlation of all edges 0.50, NOT above permuted diagnoses' 0.40 to" in sentence
-    assert "overlap of the 50 strongest 0.70, above permuted diagnoses' 0.61;" in sentence
-    assert sentence.endswith(
-        "edges among them in every fold 7, NOT above permuted diagnoses' 0 to 7."
-    )
+    assert "rank correlation of all edges 0.50, NOT above permuted labels' 0.40 to" in sentence
+    assert "overlap of the 50 strongest 0.70, above permuted labels' 0.61;" in sentence
+    assert sentence.endswith("edges among them in every fold 7, NOT above permuted labels' 0 to 7.")
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -256,14 +257,8 @@ def test_the_files_name_every_edge_the_strongest_first(found, tmp_path):
         json.dumps(content)
     )
     assert content["n_permutations"] == 2
-    marked = edges_csv(type(found)(**{**vars(found), "synthetic": True}))
+    marked = features_csv(type(found)(**{**vars(found), "synthetic": True}))
     assert marked.startswith("# SYNTHETIC COHORT")
-
-
-def test_an_edges_place_follows_from_its_nodes():
-    first, second = np.triu_indices(9, k=1)
-    places = [explanation_tables.edge_index(a, b, 9) for a, b in zip(first, second, strict=True)]
-    assert places == list(range(36))
 
 
 def test_the_command_prints_the_edges_and_how_steady_they_are(
@@ -298,12 +293,14 @@ def test_the_command_prints_the_edges_and_how_steady_they_are(
 def test_edges_of_known_regions_are_drawn_for_each_scope(found, monkeypatch):
     drawn = []
 
-    def on_a_brain(shown, rois, *, synthetic):
+    def on_a_brain(shown, *, synthetic):
         drawn.append((len(shown), synthetic))
         return [Picture(name="edges_above", png=b"png", alt="", caption="")]
 
-    monkeypatch.setattr(edges, "on_a_brain", on_a_brain)
-    known = type(found)(**{**vars(found), "rois": tuple(ROIS[:12])})
+    monkeypatch.setattr(connectome, "on_a_brain", on_a_brain)
+    pairs = itertools.combinations(ROIS[:12], 2)
+    features = found.features._replace(names=tuple((*a, *b) for a, b in pairs))
+    known = replace(found, features=features)
     names = [picture.name for picture in explanation_tables.pictures(known, 20)]
     assert names == ["NYU_edges_above", "UM_edges_above", "shared_edges_above"]
     assert drawn == [(20, False)] * 3

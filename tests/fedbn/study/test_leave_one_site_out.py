@@ -25,7 +25,7 @@ from fedbn.models.new_site import STARTS, FinishedRun
 from fedbn.report.tables import render
 from fedbn.report.unseen_tables import unseen_tables, width
 from fedbn.study import paired
-from fedbn.study.leave_one_site_out import (
+from fedbn.study.evidence import (
     LABELLED_SUBJECTS,
     MACRO,
     OTHER_BEST,
@@ -33,13 +33,12 @@ from fedbn.study.leave_one_site_out import (
     REFERENCE,
     ROWS,
     UnseenError,
-    labelled_subjects,
-    leave_one_out,
     read_evidence,
     recommend,
-    score_hospital,
     subject_interval,
 )
+from fedbn.study.leave_one_site_out import labelled_subjects, leave_one_out, score_hospital
+from fedbn.study.records import read_scores
 
 SITES = ("NYU", "UM", "USM")
 
@@ -90,13 +89,14 @@ def test_the_left_out_hospital_has_no_part_in_training(settings, root, write_sto
     write_store(tmp_path / "USM", "USM", n_subjects=18, edit=turned_around)
     stores["USM"] = read_site_store(tmp_path / "USM")
     after = score_hospital(settings, stores, "USM", 0)
-    assert before["targets"] == after["targets"]
-    assert before["scores"]["fedavg"] != after["scores"]["fedavg"]
+    found = [read_scores(of["scores"]["fedavg"]).columns for of in (before, after)]
+    assert np.array_equal(found[0]["target"], found[1]["target"])
+    assert not np.array_equal(found[0]["p_1"], found[1]["p_1"])
     trained = federate(settings.changed(sites=SITES[:2], seed=0, fold=0, policy="none"), stores)
     site = Site("USM", stores["USM"], settings.changed(seed=0, fold=0, policy="none"))
     site.load(trained.shared, site.initial_local())
     scores = site.score()
-    assert np.array_equal(np.array(after["scores"]["fedavg"])[scores.units], scores.columns["p_1"])
+    assert np.array_equal(found[1]["p_1"][scores.units], scores.columns["p_1"])
 
 
 def test_every_subject_is_scored_once_by_every_start(finished, root):
@@ -107,13 +107,14 @@ def test_every_subject_is_scored_once_by_every_start(finished, root):
     for path in (out / "runs").iterdir():
         record = json.loads(path.read_text())
         store = read_site_store(root / record["hospital"])
-        assert record["targets"] == store.labels.tolist()
         others = {f"site:{site}" for site in SITES if site != record["hospital"]}
         rows = {row.name for row in ROWS} - {OTHER_MEAN, OTHER_BEST}
         assert set(record["scores"]) == rows | others
-        for scores in record["scores"].values():
-            assert len(scores) == len(store.participants)
-            assert all(0 <= score <= 1 for score in scores)
+        for kept in record["scores"].values():
+            scores = read_scores(kept)
+            assert scores.columns["target"].tolist() == store.labels.tolist()
+            assert np.all((scores.columns["p_1"] >= 0) & (scores.columns["p_1"] <= 1))
+            assert scores.parts is None
         text = path.read_text()
         assert not any(p.participant_id in text for p in store.participants)
     assert summary["n_subjects"] == {"NYU": 20, "UM": 16, "USM": 18}
@@ -122,7 +123,7 @@ def test_every_subject_is_scored_once_by_every_start(finished, root):
 def test_starts_differ_where_they_should(finished):
     out, _ = finished
     record = json.loads((out / "runs" / "UM_seed0.json").read_text())
-    scores = {name: tuple(values) for name, values in record["scores"].items()}
+    scores = {name: tuple(kept["columns"]["p_1"]) for name, kept in record["scores"].items()}
     assert len(set(scores.values())) == len(scores)
 
 
@@ -145,8 +146,9 @@ def test_the_summary_is_that_of_the_scores(finished):
     accuracy = {}
     for path in (out / "runs").iterdir():
         record = json.loads(path.read_text())
-        for name, scores in record["scores"].items():
-            right = (np.array(scores) >= 0.5) == (np.array(record["targets"]) == 1)
+        for name, kept in record["scores"].items():
+            columns = read_scores(kept).columns
+            right = (columns["p_1"] >= 0.5) == (columns["target"] == 1)
             accuracy[record["hospital"], record["seed"], name] = right.mean()
     for name in (REFERENCE, "fedbn_affine", "fedavg_statistics+4_head"):
         cells = summary["scores"][name]
@@ -297,7 +299,7 @@ def test_what_won_is_built_where_it_can_be(evidence, run_of):
     found = recommend(run_of(), evidence(fedbn_statistics=0.7, fedbn_affine=0.65))
     assert found.start == "fedbn_statistics"
     text = " ".join(found.sentences)
-    assert "'FedBN, statistics recomputed' has the highest subject accuracy" in text
+    assert "'FedBN, statistics recomputed' has the highest accuracy by subject" in text
     assert "70.0 %" in text
     assert "+5.0 points to 'FedBN, mean gamma and beta, statistics recomputed'" in text
     assert "95 % interval +2.0 to +8.0 for yet another hospital: higher" in text

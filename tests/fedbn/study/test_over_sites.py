@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedbn.study.over_sites import (
     over_sites,
     rank_correlation,
     references,
+    signed_rank_p,
     training_units,
 )
 from fedbn.tasks.base import Scores, Task
@@ -40,6 +42,18 @@ def test_with_one_run_it_is_the_plain_t_test_over_sites(rng):
     assert (found.low, found.high) == pytest.approx(tuple(plain.confidence_interval()), rel=1e-9)
     assert found.wilcoxon_p == pytest.approx(stats.wilcoxon(values).pvalue, rel=1e-12)
     assert (found.n_higher, found.n_lower) == ((values > 0).sum(), (values < 0).sum())
+
+
+def test_signed_ranks_are_exact_also_with_ties(rng):
+    for n in (3, 7, 12):
+        values = rng.normal(0.3, 1, n)
+        assert signed_rank_p(values) == pytest.approx(stats.wilcoxon(values, method="exact").pvalue)
+    tied = np.array([1.0, -1.0, 2.0, 2.0, 2.0, -3.0, 4.0])
+    ranks = stats.rankdata(np.abs(tied))
+    sums = [ranks[np.array(s) > 0].sum() for s in itertools.product((-1, 1), repeat=7)]
+    seen = ranks[tied > 0].sum()
+    tails = (np.mean(np.array(sums) >= seen), np.mean(np.array(sums) <= seen))
+    assert signed_rank_p(tied) == pytest.approx(2 * min(tails))
 
 
 def test_what_moves_all_sites_together_widens_the_interval(rng):

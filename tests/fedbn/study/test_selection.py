@@ -13,9 +13,10 @@ from fedbn.federation.experiment import ExperimentError
 from fedbn.federation.simulation import read_sites
 from fedbn.federation.site import prepare
 from fedbn.report.comparison_tables import difference_sentences
-from fedbn.study.comparison import Run, choices, make_record, plan_comparison
 from fedbn.study.method import Outcome
 from fedbn.study.methods import METHODS, method
+from fedbn.study.plan import Run, plan_comparison
+from fedbn.study.records import make_record
 from fedbn.study.selection import (
     CANDIDATES_FILE,
     Candidate,
@@ -30,6 +31,7 @@ from fedbn.study.selection import (
     threshold_by,
     training_data,
 )
+from fedbn.study.summary import choices
 from fedbn.tasks.classification import two_class_scores
 
 SITES = ("NYU", "UM")

@@ -12,6 +12,7 @@ from fedbn.__main__ import app
 from fedbn.report.tables import render
 from fedbn.report.theory import TABLE_WIDTH, pictures, theory_tables
 from fedbn.study import theory
+from fedbn.tasks.connectome.task import kinds_of_rows
 
 SMALL = theory.Settings(
     n_features=6, n_samples=4, width=120, n_steps=60, n_seeds=2, n_clients=3, clients=(2, 3),
@@ -101,7 +102,8 @@ def test_tables_and_pictures(found):
 
 
 def test_connectomes_are_described_by_subject_and_by_window(data_root):
-    whole, standardised, windows = theory.connectomes(data_root, SMALL)
+    kinds = kinds_of_rows(data_root, SMALL.n_rows)
+    whole, standardised, windows = theory.described(kinds, SMALL)
     assert (whole["n_clients"], whole["n_samples"]) == (2, 24)
     assert standardised["mean_share"] < 1e-12
     assert windows["name"].endswith("windows")

@@ -28,6 +28,7 @@ from data_prep.quality import silent_rois
 from data_prep.roi_files import read_roi_file
 from data_prep.site_store import EDGE_ORDER, SiteStore
 from fedbn.core.batches import TensorSamples
+from fedbn.tasks.attribution import integrated_gradients
 from fedbn.tasks.bundling import (
     Case,
     PredictionError,
@@ -37,7 +38,6 @@ from fedbn.tasks.bundling import (
     class_names,
     of_site,
 )
-from fedbn.tasks.connectome.attribution import integrated_gradients
 from fedbn.tasks.data import Index, SiteData
 
 N_CONNECTIONS = 20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -10,8 +12,15 @@ import numpy as np
 import torch
 
 from data_prep.compatibility import signature_differences
-from data_prep.site_store import DESCRIPTION, DIAGNOSES, SiteStore, read_site_store
+from data_prep.site_store import (
+    DESCRIPTION,
+    DIAGNOSES,
+    SiteStore,
+    find_site_stores,
+    read_site_store,
+)
 from fedbn.core.batches import TensorSamples
+from fedbn.tasks.base import Features
 from fedbn.tasks.classification import ClassificationTask
 from fedbn.tasks.data import Index, SiteData
 
@@ -107,6 +116,21 @@ class ConnectomeTask(ClassificationTask):
         owners = store.sample_participant[rows]
         return TensorSamples(inputs.to(device), torch.from_numpy(store.labels[owners]), owners)
 
+    def feature_names(self, data: SiteData) -> Features:
+        """Name each edge by the id and name of both of its ROIs."""
+        rois = _store(data).rois
+        names = tuple((*rois[a], *rois[b]) for a, b in itertools.combinations(range(len(rois)), 2))
+        return Features("edge", ("roi_a", "name_a", "roi_b", "name_b"), names, ("name_a", "name_b"))
+
+    def relabelled(self, data: SiteData, order: Index) -> SiteStore:
+        """Return the store with each subject's diagnosis that of another."""
+        store = _store(data)
+        people = (
+            replace(one, diagnosis=store.participants[k].diagnosis)
+            for one, k in zip(store.participants, order, strict=True)
+        )
+        return replace(store, participants=tuple(people))
+
     def describe_sample(self, data: SiteData) -> str:
         """Say how many edges a connectome has."""
         return f"store's samples of {_store(data).n_edges} edges"
@@ -136,3 +160,20 @@ def mean_and_std(store: SiteStore, rows: np.ndarray) -> tuple[np.ndarray, np.nda
     std = np.sqrt(squares / len(rows))
     std[std < 1e-6] = 1.0
     return mean, std
+
+
+def kinds_of_rows(root: Path, n: int) -> dict[str, list[np.ndarray]]:
+    """Return the connectomes of each site below a folder: one a subject, and the first `n`.
+
+    The latter are windows of few subjects, so that neighbours are among them; without windows they
+    are left out.
+    """
+    stores = [read_site_store(path) for path in find_site_stores(root)]
+    first = [
+        store.connectomes[np.unique(store.sample_participant, return_index=True)[1]]
+        for store in stores
+    ]
+    kinds = {"connectomes, one a subject": first}
+    if any(len(store.connectomes) > len(rows) for store, rows in zip(stores, first, strict=True)):
+        kinds["connectomes, overlapping windows"] = [store.connectomes[:n] for store in stores]
+    return kinds

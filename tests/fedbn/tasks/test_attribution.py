@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn.tasks.connectome import attribution
-from fedbn.tasks.connectome.attribution import integrated_gradients
+from fedbn.tasks import attribution
+from fedbn.tasks.attribution import integrated_gradients
 from fedbn.tasks.connectome.network import ConnectomeMLP
 
 
@@ -96,6 +96,20 @@ def test_a_convolution_is_attributed_too():
     found = integrated_gradients(network, torch.randn(4, 1, 6, 6))
     assert found.values.shape == (4, 1, 6, 6)
     assert np.abs(found.gap).max() < 1e-3
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_is_computed_anew_in_each_pass_is_attributed_too(norm):
+    torch.manual_seed(0)
+    network = nn.Sequential(norm(nn.Linear(5, 4)), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    network(torch.randn(8, 5)).sum().backward()  # leaves a weight with a graph
+    inputs = 3 * torch.randn(6, 5)
+    found = integrated_gradients(network, inputs)
+    with torch.no_grad():
+        expected = network.eval()(inputs).diff()[:, 0].numpy()
+    assert found.log_odds == pytest.approx(expected, abs=1e-5)
+    assert np.abs(found.gap).max() < 1e-2
 
 
 def test_the_network_is_left_as_it_was():

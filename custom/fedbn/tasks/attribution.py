@@ -1,4 +1,4 @@
-"""Which inputs spoke for autism, sample by sample: integrated gradients.
+"""Which inputs spoke for a class, sample by sample: integrated gradients.
 
 Sundararajan, Taly and Yan, ICML 2017 (arXiv 1703.01365), equation 1: along the straight line from a
 baseline to a sample, the gradient of the log odds is averaged, and multiplied by how far each input
@@ -8,6 +8,10 @@ is zero: the mean training subject of the site.
 
 Unlike a gradient alone, this counts what lies between: a ReLU that the sample has switched on or
 off does not hide an input, and batch norm's offset is the baseline's and nobody's attribution.
+
+captum has the same method. On 1640 connectomes of 6105 edges it takes seven times as long with as
+many steps, because a first linear layer is not taken out of the integral (:func:`_divided`), and
+its number of steps is chosen by the caller, not by how far each sample's attributions add up.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedbn.tasks.connectome.network import ConnectomeMLP
+from fedbn.core.mlp import MLP
 
-AUTISM = 1
+POSITIVE = 1
 """Index of the class for which inputs speak."""
 
 FEWEST_STEPS = 16
@@ -31,12 +35,12 @@ _NUMBERS = 2**21  # of points on the lines that go through the network at a time
 
 @dataclass(frozen=True)
 class Attribution:
-    """What each input of each sample added to the log odds of autism.
+    """What each input of each sample added to the log odds of the positive class.
 
     Attributes
     ----------
     values
-        float64, shape of the inputs, (n, ...), in log odds: positive speaks for autism.
+        float64, shape of the inputs, (n, ...), in log odds: above zero speaks for the class.
     log_odds
         float64, (n,), natural logarithm: of each sample.
     baseline_log_odds
@@ -62,13 +66,14 @@ def integrated_gradients(
     *,
     tolerance: float = 1e-3,
 ) -> Attribution:
-    """Attribute each sample's log odds of autism to its inputs.
+    """Attribute each sample's log odds of the positive class to its inputs.
 
     Parameters
     ----------
     network : torch.nn.Module
-        Gives logits (n, 2), control and autism. Not changed: a copy in double precision and eval
-        mode is differentiated, so that batch norm uses its running statistics and dropout is off.
+        Gives logits (n, 2), the positive class last. Not changed: a copy in double precision and
+        eval mode is differentiated, so that batch norm uses its running statistics and dropout is
+        off.
     inputs : torch.Tensor
         Shape (n, ...), ``n >= 1``, as the network takes them.
     baseline : torch.Tensor, optional
@@ -101,7 +106,7 @@ def integrated_gradients(
         raise ValueError(
             f"the baseline has shape {tuple(start.shape)}, a sample {tuple(x.shape[1:])}"
         )
-    first, rest = _divided(copy.deepcopy(network).double().eval().requires_grad_(False))
+    first, rest = _divided(_copied(network).double().eval().requires_grad_(False))
     with torch.no_grad():
         inner, inner_start = first(x), first(start[None])[0]
         log_odds = torch.cat([_log_odds(rest, rows) for rows in inner.split(_points(inner))])
@@ -128,24 +133,35 @@ def integrated_gradients(
     return Attribution(values.cpu().numpy(), log_odds.cpu().numpy(), float(of_baseline))
 
 
+def _copied(network: nn.Module) -> nn.Module:
+    """Copy a network that has been trained.
+
+    ``torch.nn.utils.weight_norm`` and ``spectral_norm`` keep a weight that was computed with a
+    graph, which cannot be copied; each forward pass computes it again.
+    """
+    kept = [v for module in network.modules() for v in vars(module).values()]
+    computed = {id(v): v.detach() for v in kept if isinstance(v, torch.Tensor)}
+    return copy.deepcopy(network, computed)
+
+
 def _divided(network: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Divide a network into a linear map, where it begins with one, and the rest.
 
     A linear map takes a straight line to a straight line, so that the gradient is averaged behind
     it, over 16 numbers in place of thousands, and is carried back once.
     """
-    if not isinstance(network, ConnectomeMLP):
+    if not isinstance(network, MLP):
         return nn.Identity(), network
-    linear, *of_first = network.hidden[0].children()
+    linear, *of_first = next(iter(network.hidden)).children()
     return linear, nn.Sequential(*of_first, *list(network.hidden)[1:], network.classifier)
 
 
 def _log_odds(network: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the log odds of autism of each sample, (n,)."""
+    """Return the log odds of the positive class of each sample, (n,)."""
     logits = network(inputs)
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or logits.shape[1] != 2:
         raise ValueError("attribution needs a network that gives logits (n, 2)")
-    difference: torch.Tensor = logits[:, AUTISM] - logits[:, 1 - AUTISM]
+    difference: torch.Tensor = logits[:, POSITIVE] - logits[:, 1 - POSITIVE]
     return difference
 
 
