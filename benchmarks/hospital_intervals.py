@@ -70,16 +70,16 @@ def study(rng: np.random.Generator, share: float, width: int) -> dict[str, tuple
         by_fold.append(sums.reshape(len(SIZES), FOLDS))
         by_seed.append(second - first)
     runs, units = np.stack(by_fold, axis=1), np.stack(by_seed)
-    shared, alone = over_sites(runs, 1 / (FOLDS - 1)), over_sites(runs, 0.0, models_vary=False)
+    plain, found = (over_sites(runs, 1 / (FOLDS - 1), models_vary=vary) for vary in (False, True))
     macro = paired.compare(runs.mean(axis=0).ravel(), 1 / (FOLDS - 1))
     split = np.cumsum(SIZES)[:-1]
     weighted = hierarchical_bootstrap(
         np.split(units, split, axis=1), DRAWS, int(rng.integers(2**31))
     )
     return {
-        "t over hospitals, plain": (alone.mean, alone.low, alone.high),
-        "t over hospitals, models vary": (shared.mean, shared.low, shared.high),
-        "Wilcoxon over hospitals": (shared.wilcoxon_p,),
+        "t over hospitals, plain": (plain.mean, plain.low, plain.high),
+        "t over hospitals, models vary": (found.mean, found.low, found.high),
+        "Wilcoxon over hospitals": (found.wilcoxon_p,),
         "bootstrap, weighted": weighted,
         "t over folds": (macro.mean, macro.low, macro.high),
     }

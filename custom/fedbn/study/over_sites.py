@@ -86,7 +86,7 @@ def over_sites(
     runs = np.asarray(differences, dtype=np.float64)
     runs = runs.reshape(len(runs), math.prod(runs.shape[1:]))
     runs = runs[~np.isnan(runs).all(axis=1)]
-    values = np.nanmean(runs, axis=1)
+    values: np.ndarray = np.asarray(np.nanmean(runs, axis=1))
     n = len(values)
     mean = math.fsum(values) / n if n else math.nan
     low = high = p = wilcoxon = math.nan
