@@ -78,7 +78,7 @@ def study(rng: np.random.Generator, share: float, width: int) -> dict[str, tuple
     )
     return {
         "t over hospitals, plain": (plain.mean, plain.low, plain.high),
-        "t over hospitals, models vary": (found.mean, found.low, found.high),
+        "t over hospitals": (found.mean, found.low, found.high),
         "Wilcoxon over hospitals": (found.wilcoxon_p,),
         "bootstrap, weighted": weighted,
         "t over folds": (macro.mean, macro.low, macro.high),

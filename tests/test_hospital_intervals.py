@@ -37,7 +37,7 @@ def test_scenarios_differ_in_the_second_methods_signal_alone(simulation):
         studies = [simulation["study"](rng, share, 10) for _ in range(30)]
         gains[share] = np.mean([one["t over hospitals, plain"][0] for one in studies])
         for one in studies:
-            plain, wider = one["t over hospitals, plain"], one["t over hospitals, models vary"]
+            plain, wider = one["t over hospitals, plain"], one["t over hospitals"]
             assert plain[0] == wider[0]
             assert wider[1] <= plain[1] <= plain[0] <= plain[2] <= wider[2]
     assert abs(gains[0.0]) < 0.04

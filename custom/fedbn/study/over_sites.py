@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbn.study import paired
 from fedbn.study.paired import CONFIDENCE
 from fedbn.tasks.base import Scores, Task
 
@@ -63,14 +64,12 @@ def over_sites(
 ) -> OverSites:
     """Estimate the mean over sites of a difference.
 
-    A plain t test over sites takes their differences as independent. They are not: the sites are
-    scored with the same models, and other subjects or weights to begin with would have moved all of
-    them together, which no spread between sites shows. With ``n`` sites and ``J`` runs
-
-        var = s^2 / n + (1 / J + n_test / n_train) * max(c, 0),
-
-    ``s^2`` being the variance of the sites' means over runs and ``c`` the mean covariance of two
-    sites over runs; its factor is that of :mod:`fedbn.study.paired`.
+    A plain t test over ``n`` sites takes their differences as independent. They are not: the sites
+    are scored with the same models, and other training subjects would have moved all of them
+    together, which no spread between sites shows. What a mean over sites is not sure of for these
+    same sites, were their subjects drawn again, it cannot be sure of for others: the variance of
+    the mean is the larger one of ``s^2 / n``, ``s^2`` being that of the sites' means over runs, and
+    of the variance of :mod:`fedbn.study.paired` for the mean over sites in each run.
 
     Parameters
     ----------
@@ -79,7 +78,7 @@ def over_sites(
     test_to_train
         As in :func:`fedbn.study.paired.compare`.
     models_vary
-        Whether the second term is there; without it this is the plain t test.
+        Whether the second variance is looked at; without it this is the plain t test.
     """
     from scipy import stats
 
@@ -91,10 +90,11 @@ def over_sites(
     mean = math.fsum(values) / n if n else math.nan
     low = high = p = wilcoxon = math.nan
     signs = np.sign(np.round(values, 12))  # equal but for rounding is equal
-    variance = float(np.var(values, ddof=1)) / n if n >= MIN_SITES else math.nan
+    error = float(np.std(values, ddof=1)) / math.sqrt(n) if n >= MIN_SITES else math.nan
     if models_vary and n >= MIN_SITES:
-        variance += (1 / runs.shape[1] + test_to_train) * max(_mean_covariance(runs), 0.0)
-    error = math.sqrt(variance)
+        defined = runs[:, ~np.isnan(runs).all(axis=0)]
+        of_runs = paired.compare(np.nanmean(defined, axis=0), test_to_train).standard_error
+        error = float(np.nanmax([error, of_runs]))
     if error > 1e-12 * max(1.0, abs(mean)):
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
         low, high = mean - half, mean + half
@@ -121,20 +121,6 @@ def signed_rank_p(values: np.ndarray) -> float:
     ways /= ways.sum()
     seen = int(ranks[values > 0].sum())
     return min(1.0, 2 * float(min(ways[: seen + 1].sum(), ways[seen:].sum())))
-
-
-def _mean_covariance(runs: np.ndarray) -> float:
-    """Return the mean over pairs of sites of their covariance over runs; 0 with one run.
-
-    The variance of a sum is that of its parts and twice their covariances. An undefined value is
-    taken as its site's mean.
-    """
-    n, n_runs = runs.shape
-    if n_runs < 2:
-        return 0.0
-    moved = np.nan_to_num(runs - np.nanmean(runs, axis=1, keepdims=True))
-    together = float((moved.sum(axis=0) ** 2).sum() - (moved**2).sum())
-    return together / (n_runs - 1) / (n * (n - 1))
 
 
 def hierarchical_bootstrap(
