@@ -10,13 +10,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo abide abide-all heart test lint benchmarks clean path-without-blank
+.PHONY: help install demo demo-images abide abide-all heart cells test lint benchmarks clean \
+	path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
 	@echo "make abide SOURCE=<folder>  the same on ABIDE I (without SOURCE it is downloaded)"
+	@echo "make demo-images            the same on images of four made-up scanners"
 	@echo "make abide-all SOURCE='A B' the same at twelve hospitals, from one folder or several"
 	@echo "make heart SOURCE=<folder>  heart disease at four hospitals, from UCI's processed.*.data files"
+	@echo "make cells SOURCE=<folder>  white blood cells of four laboratories"
 	@echo "make test                   install, run all tests"
 	@echo "make lint                   ruff and mypy"
 	@echo "make benchmarks             print the ratios that the README shows"
@@ -64,6 +67,26 @@ heart: path-without-blank $(READY)
 	$(BIN)/python -m data_prep heart --source "$(SOURCE)"
 	$(BIN)/nvflare simulator jobs/heart_fedbn -n 4 -t 4 -w $(RUNS)/heart/workspace
 	@$(BIN)/fedbn results $(RUNS)/heart/workspace
+
+# White blood cells of four laboratories: SOURCE holds a folder with a dataset.json for each.
+cells: path-without-blank $(READY)
+	@test -n "$(SOURCE)" || { echo "fedbn: give SOURCE=<folder with the laboratories>" >&2; exit 1; }
+	for site in ALL-IDB2 BCCD CellaVision JTSC; do \
+		$(BIN)/python -m data_prep images --datalist "$(SOURCE)/$$site/dataset.json" --site $$site \
+			|| exit 1; done
+	$(BIN)/nvflare simulator jobs/cells_fedbn -n 4 -t 4 -w $(RUNS)/cells/workspace
+	@$(BIN)/fedbn results $(RUNS)/cells/workspace
+
+# The cells job's task on four made-up scanners.
+demo-images: path-without-blank $(READY)
+	$(BIN)/python -m data_prep synthetic --images --out $(RUNS)/demo-images/data
+	@rm -rf $(RUNS)/demo-images/job
+	$(BIN)/fedbn job jobs/cells_fedbn --sites NORTH,EAST,SOUTH,WEST --name demo_images \
+		--set 'task.classes=["organ", "core"]' --set network.args.in_channels=1 \
+		--set rounds=4 --out $(RUNS)/demo-images/job
+	FEDBN_DATA="$(abspath $(RUNS))/demo-images/data" $(BIN)/nvflare simulator \
+		$(RUNS)/demo-images/job -n 4 -t 4 -w $(RUNS)/demo-images/workspace
+	@$(BIN)/fedbn results $(RUNS)/demo-images/workspace
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -179,6 +179,16 @@ class ImageStore:
         classes = self.description["classes"]
         return None if classes is None else tuple(classes)
 
+    @property
+    def place(self) -> Path:
+        """The folder."""
+        return self.path
+
+    @property
+    def held_out_fold(self) -> int | None:
+        """Any fold may be held out."""
+        return None
+
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The patients, sorted by id: what a split divides."""
@@ -251,7 +261,7 @@ class ImageStore:
             return None
         return np.asarray(np.load(self.root / files.pop(), mmap_mode="r", allow_pickle=False))
 
-    def subset(self, units: Sequence[int]) -> "ImageStore":
+    def subset(self, units: Sequence[int] | np.ndarray) -> "ImageStore":
         """Return the store with these units alone, given by their indices."""
         wanted = set(units)
         kept = [
@@ -272,6 +282,14 @@ class ImageStore:
         content = [self.signature(), self.description["label_map"]]
         content += [[_entry(image), dict(image.facts["sha256"])] for image in self.images]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def stamp(self) -> str:
+        """Return sizes and times of the files: what has another stamp is to be verified."""
+        places = [self.path / name for name in (DESCRIPTION, *TABLES)]
+        places += [self.root / file for file in _facts_by_file(self.images)]
+        found = [file.stat() for place in places for file in _content(place)]
+        times = json.dumps([[one.st_size, one.st_mtime_ns] for one in found])
+        return hashlib.sha256(times.encode()).hexdigest()
 
     def signature(self) -> dict[str, Any]:
         """Return what must agree between sites that train together.

@@ -134,8 +134,12 @@ class Running:
             pytest.fail(f"still running after {seconds} s:\n{self.output[-4000:]}")
 
     def wait_until(self, condition, seconds=SECONDS):
+        """Wait for a condition; folders that it looks into may come and go meanwhile."""
         end = time.monotonic() + seconds
-        while not condition():
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                if condition():
+                    return
             if self.process.poll() is not None or time.monotonic() > end:
                 pytest.fail(f"ended or waited in vain:\n{self.output[-4000:]}")
             time.sleep(0.02)

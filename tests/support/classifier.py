@@ -7,5 +7,5 @@ from fedbn.tasks.connectome.task import ConnectomeTask
 
 def train_classifier(model, inputs, targets, settings, **more):
     samples = TensorSamples(inputs, targets)
-    loss = ConnectomeTask().loss(settings, samples)
+    loss = ConnectomeTask().criterion(settings, samples)
     return train_epochs(model, samples, settings, loss=loss, **more)

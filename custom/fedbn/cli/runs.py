@@ -55,9 +55,11 @@ def run(
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))
         if out is not None:
             write_json(out, result.report)
-        for table in run_tables(result.report):
+        for table in run_tables(result.report) if result.report["sites"] else ():
             screen.print(table)
         typer.echo(f"shared weights: sha256 {result.report['shared_weights_sha256']}")
+        if failed := result.report.get("not_scored"):
+            raise ValueError("; ".join(f"{n} is not wholly scored: {e}" for n, e in failed.items()))
 
 
 @app.command(name="job", cls=ExperimentCommand)

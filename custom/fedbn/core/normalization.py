@@ -6,15 +6,16 @@ module that holds it, never because of its name: MONAI's DenseNet121 calls its b
 ``norm1`` and its UNet ``adn.N``.
 
 Everything here is pure: nothing is changed in place but the model handed to :func:`load_entries` or
-:func:`recompute_statistics`.
+:func:`recompute_statistics` or :func:`recompute_in_batches`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -381,6 +382,74 @@ def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
     """
     if len(inputs) < 2:
         raise ValueError(f"statistics need at least two samples, got {len(inputs)}")
+    with _normalising_by_batch(model) as layers, torch.no_grad():
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # a cumulative mean: of one batch, the batch's own statistics
+        model(inputs)
+
+
+def recompute_in_batches(
+    model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
+) -> None:
+    """Replace batch norm's running statistics by those of samples that come in batches.
+
+    PreciseBN (Wu and Johnson, 2021, arXiv 2105.07576, section 3): the mean and variance over all
+    values that reach a layer, each batch normalised by its own statistics, dropout off. Batches are
+    joined by their counts in float64 (Chan et al., 1983), so that their sizes do not matter.
+
+    Parameters
+    ----------
+    model
+        The network; its statistics change in place, and each module is left in its mode.
+    batches
+        At least one, none of a single value a channel.
+    forward
+        Gives a batch to the network.
+
+    Raises
+    ------
+    ValueError
+        If there is no batch.
+    NoBatchNormError
+        If no layer has running statistics.
+    """
+    found: dict[nn.Module, tuple[float, torch.Tensor, torch.Tensor]] = {}
+
+    def look(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        values = inputs[0].detach().double().transpose(0, 1).flatten(1)
+        count, mean = float(values.shape[1]), values.mean(dim=1)
+        squares = (values - mean[:, None]).square().sum(dim=1)
+        if layer in found:
+            n, old, sums = found[layer]
+            step = mean - old
+            squares = sums + squares + step.square() * (n * count / (n + count))
+            mean, count = old + step * (count / (n + count)), n + count
+        found[layer] = count, mean, squares
+
+    with _normalising_by_batch(model) as layers, torch.no_grad():
+        hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+        try:
+            for layer in layers:
+                layer.momentum = 0.0  # the old statistics stay until all batches are seen
+            for batch in batches:
+                forward(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not found:
+            raise ValueError("statistics need at least one batch")
+        for layer in filter(found.__contains__, layers):
+            count, mean, squares = found[layer]
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(squares / max(count - 1, 1))
+
+
+@contextlib.contextmanager
+def _normalising_by_batch(model: nn.Module) -> Iterator[list[_BatchNorm]]:
+    """Put all of a network into eval mode but its batch norm, and everything back afterwards."""
     layers = [
         module
         for module in model.modules()
@@ -393,11 +462,8 @@ def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
     try:
         model.eval()
         for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # a cumulative mean: of one batch, the batch's own statistics
             layer.training = True
-        with torch.no_grad():
-            model(inputs)
+        yield layers
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -181,6 +181,10 @@ class Experiment(_Settings):
     finetune
         Further local epochs after the last round, scored beside the federated model; none if
         ``None``.
+    statistics
+        Batch norm's mean and variance in the model that is scored and kept at the end:
+        ``"running"``, the averages of the last training, or ``"recomputed"`` by one pass over the
+        site's own training samples (PreciseBN; Wu and Johnson, 2021).
     aggregation_weights
         ``"equal"``: every site counts the same (the FedBN paper's choice). ``"samples"``: by the
         number of training samples.
@@ -221,6 +225,7 @@ class Experiment(_Settings):
     training: TrainingSettings = TrainingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     finetune: FinetuneSettings | None = None
+    statistics: Literal["running", "recomputed"] = "running"
     aggregation_weights: Literal["equal", "samples"] = "equal"
     training_share: float | dict[SiteName, float] = 1.0
     n_folds: int = Field(default=5, ge=2, strict=True)

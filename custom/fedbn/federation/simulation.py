@@ -258,22 +258,30 @@ def run_federation(
 ) -> FederationResult:
     """Run an experiment in this process and report it as a FLARE run would be.
 
-    Parameters are those of :func:`federate`.
+    What fails after the last round at one site loses nothing else; the report says so under
+    ``"not_scored"``. Parameters are those of :func:`federate`.
     """
     federation = federate(experiment, data, device=device, on_round=on_round)
-    reports = {}
+    reports: dict[str, dict[str, Any]] = {}
+    more: dict[str, Any] = {}
     for name, rounds in federation.scores.items():
         site = federation.sites[name]
-        final = site.evaluate(federation.received[name], federation.local[name])
-        finetuned = site.finetune() if experiment.finetune else None
-        alone = site.train_alone() if experiment.compare_with_alone else None
-        reports[name] = site_report(site, final, alone, rounds, finetuned=finetuned)
+        final = finetuned = alone = None
+        try:
+            final = site.evaluate(federation.received[name], federation.local[name])
+            finetuned = site.finetune() if experiment.finetune else None
+            alone = site.train_alone() if experiment.compare_with_alone else None
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            more.setdefault("not_scored", {})[name] = str(error)
+        if final is not None:
+            reports[name] = site_report(site, final, alone, rounds, finetuned=finetuned)
     of_rounds = [
-        {"round": number, "accepted": sorted(reports), "refused": {}, "missing": [], **facts}
-        for number, facts in enumerate(federation.facts)
+        {"round": n, "accepted": sorted(federation.sites), "refused": {}, "missing": [], **facts}
+        for n, facts in enumerate(federation.facts)
     ]
-    chosen = {} if federation.best_round is None else {"best_round": federation.best_round}
+    if federation.best_round is not None:
+        more["best_round"] = federation.best_round
     report = run_report(
-        experiment, reports, of_rounds, federation.shared, transport="in process", **chosen
+        experiment, reports, of_rounds, federation.shared, transport="in process", **more
     )
     return FederationResult(shared=federation.shared, local=federation.local, report=report)

@@ -26,6 +26,7 @@ from fedbn.core.normalization import (
     check_entries,
     entries,
     load_entries,
+    recompute_in_batches,
     require_batch_norm,
     split,
     trainable_names,
@@ -315,7 +316,14 @@ class Site:
         return self.score()
 
     def score(self) -> Scores:
-        """Return the scores of the held-out units with the network as it stands."""
+        """Return the scores of the held-out units with the network as it stands.
+
+        Where the experiment says so, batch norm's statistics are recomputed first, and stay.
+        """
+        if self.experiment.statistics == "recomputed":
+            size = self.experiment.training.batch_size
+            batches = self.task.clean_batches(self.train_samples, size)
+            recompute_in_batches(self.network, batches, self.task.forward)
         return self.task.score(self.network, self.test)
 
     def judged(
@@ -340,7 +348,7 @@ class Site:
 
     def _train_epochs(self, training: TrainingSettings, **more: Any) -> TrainingOutcome:
         samples = self.train_samples
-        loss = self.task.loss(training, samples)
+        loss = self.task.criterion(training, samples)
         return train_epochs(
             self.network, samples, training, loss=loss, forward=self.task.forward, **more
         )

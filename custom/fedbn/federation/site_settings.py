@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedbn.federation.experiment import SiteName
 from fedbn.federation.settings_file import RepeatedFieldError, fault, parse_yaml
+from fedbn.tasks.loading import Amp, Cache
 
 SITE_SETTINGS_FILE = "fedbn_site.yml"
 """Name of the file, in the folder ``local`` of a site's FLARE kit."""
@@ -34,6 +35,9 @@ _WHAT_TO_DO = {
     "data": "give the folder of this site's own store, absolute or from '~/'",
     "device": "give auto, cpu, cuda or cuda:N (such as cuda:1)",
     "cpu_threads": "give a whole number of at least 1, or null for PyTorch's own choice",
+    "cache": "give memory, disk or none",
+    "workers": "give a whole number of at least 0",
+    "amp": "give off or bf16",
     "share_affine": "give true or false",
     "allow_networks": "give a list of classes, each as package.module.Class",
     "allow_tasks": "give a list of classes, each as package.module.Class",
@@ -61,6 +65,13 @@ class SiteSettings(BaseModel):
         the devices that ``CUDA_VISIBLE_DEVICES`` leaves.
     cpu_threads
         CPU threads for PyTorch; ``None`` leaves PyTorch's own choice.
+    cache
+        Where images are kept after preprocessing: ``"memory"``, ``"disk"`` (below the client's
+        workspace) or ``"none"``.
+    workers
+        Processes that augment images ahead of the training. No number depends on them.
+    amp
+        ``"bf16"``: networks on images compute in bfloat16 where PyTorch holds that safe.
     share_affine
         Whether this site's gamma and beta may be shared to start new hospitals from. Its running
         statistics never are.
@@ -78,9 +89,17 @@ class SiteSettings(BaseModel):
     data: str | None = Field(default=None, min_length=1)
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]*))?)$")
     cpu_threads: int | None = Field(default=None, ge=1)
+    cache: Cache = "disk"
+    workers: int = Field(default=0, ge=0)
+    amp: Amp = "off"
     share_affine: bool = False
     allow_networks: list[ClassPath] = []
     allow_tasks: list[ClassPath] = []
+
+    @field_validator("amp", mode="before")
+    @classmethod
+    def _off_without_quotes(cls, amp: Any) -> Any:
+        return "off" if amp is False else amp  # YAML 1.1 reads a bare off as false
 
     @field_validator("data")
     @classmethod

@@ -73,6 +73,10 @@ from fedbn.flare.job import (
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE, to_send
 from fedbn.tasks.base import Scores
 from fedbn.tasks.data import DataError, SiteData, default_data_root
+from fedbn.tasks.loading import Loading
+
+CACHE_FOLDER = "fedbn_images"
+"""Folder of a client's workspace for prepared images, by site."""
 
 
 class TaskAbortedError(RuntimeError):
@@ -250,6 +254,7 @@ class FedBNLearner(ModelLearner):
             if threads is not None:
                 torch.set_num_threads(threads)
             experiment, state = self._load_experiment(), self._load_state()
+            experiment.task.load_as(self._loading(state.site))
             # All values are looked at once, before round 0: it costs a second or two.
             data = self._read_data(state.site, verify=prepare)
             preparation = None
@@ -266,6 +271,11 @@ class FedBNLearner(ModelLearner):
                 preparation=preparation,
             )
         return self._site
+
+    def _loading(self, site: str) -> Loading:
+        settings = self._load_settings()
+        folder = Path(self.workspace_root) / CACHE_FOLDER / site
+        return Loading(settings.cache, settings.workers, settings.amp, folder)
 
     def _data_root(self) -> Path:
         return Path(self.data_root).expanduser() if self.data_root else default_data_root()

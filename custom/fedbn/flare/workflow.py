@@ -23,13 +23,21 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
+from data_prep.files import write_json, write_text
 from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import different_versions
-from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING, run_report, versions
+from fedbn.federation.results import (
+    AFTER_TRAINING,
+    BEFORE_TRAINING,
+    FEDERATED,
+    FINETUNED,
+    run_report,
+    versions,
+)
+from fedbn.federation.results import ALONE as ALONE_SCORES
 from fedbn.federation.resume import SIMULATOR_JOB
 from fedbn.federation.run_folder import RESULTS_FILE
-from fedbn.federation.site_state import SiteStateError, write_json
 from fedbn.flare import new_sites
 from fedbn.flare.aggregator import FedBNAggregator, Message
 from fedbn.flare.job import (
@@ -136,7 +144,7 @@ class FedBNWorkflow(ModelController):
         self.best: BestRound
         self.best_model: tuple[list[Message], FLModel] | None = None
         self.model: FLModel | None = None
-        self.written = False
+        self.results: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Run the job from the preflight to the results; FLARE calls this once.
@@ -149,6 +157,9 @@ class FedBNWorkflow(ModelController):
         except RunFailedError as error:
             self._write_early_end("failed", str(error))
             self.panic(str(error))
+        except Exception as error:
+            self._write_early_end("failed", f"{type(error).__name__}: {error}")
+            raise
         else:
             if self.abort_signal.triggered:
                 self._write_early_end(
@@ -417,37 +428,61 @@ class FedBNWorkflow(ModelController):
         self._ask(FINAL, self._final_messages(), collect, self._enough(answers), told=told)
         if self.abort_signal.triggered:
             return
-        further: list[dict[str, dict[str, Any]]] = []
-        if self.experiment.finetune:
-            further.append(self._also(FINETUNE, self._final_messages()))
-        if self.experiment.compare_with_alone:
-            further.append(self._also(ALONE, None))
-        if self.abort_signal.triggered:
-            return
-        for of_clients in further:
-            for client, found in of_clients.items():
+        beside = [FINETUNE] * bool(self.experiment.finetune)
+        beside += [ALONE] * self.experiment.compare_with_alone
+        self.results = self._join(answers)
+        if beside:  # it takes as long as the run did: what is known by now is kept
+            self._write_early_end(
+                "aborted", f"the sites are scored, but their work {beside[-1]!r} has not ended"
+            )
+        for purpose in beside:
+            found = self._also(purpose, None if purpose == ALONE else self._final_messages())
+            if self.abort_signal.triggered:
+                return
+            for client, more in found.items():
                 if isinstance(answers.get(client, {}).get("results"), dict):
-                    answers[client]["results"] |= found
-        self._keep_affine(affine)
+                    answers[client]["results"] |= more
+            self.results = self._join(answers)
+        for site, why in self.results["not_scored"].items():
+            self.error(f"{site} is not scored: {why}")
+        reason = self.results.get("reason")
+        try:
+            write_json(self._results_path, self.results)
+            self.info(f"results of this run: {self._results_path}")
+        except OSError as error:
+            reason = reason or str(error)
+        for step in (self._show, lambda: self._keep_affine(affine)):
+            try:
+                step()
+            except Exception as error:  # the results of the run matter more
+                self.error(f"after the results: {type(error).__name__}: {error}")
+        if reason:
+            raise RunFailedError(reason)
+
+    def _join(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Join what the sites have answered; an answer that cannot be read costs its site alone."""
         assert self.model is not None
         shared = self._tensors(self.model)
-        reports, failed = {}, {}
+        reports, failed, kinds = {}, {}, {}
         for client, answer in sorted(answers.items()):
             site = self.site_of_client[client]
             if answer.get(ERROR):
                 failed[site] = str(answer[ERROR])
-                self.error(f"{site} is not scored: {failed[site]}")
                 continue
             try:
                 report = {**self.site_facts.get(site, {}), **answer["results"]}
                 alone = run_report(self.experiment, {site: report}, [], shared)
                 render(run_tables(alone))
                 json.dumps(alone, allow_nan=False)
+                kind = _metric_names(report)
             except Exception as error:
                 failed[site] = f"its results cannot be read ({type(error).__name__})"
-                self.error(f"{site} is not scored: {failed[site]}")
             else:
-                reports[site] = report
+                reports[site], kinds[site] = report, kind
+        usual = Counter(kinds.values()).most_common(1)
+        for site in [site for site, kind in kinds.items() if kind != usual[0][0]]:
+            failed[site] = "its results cannot be read (its metrics are not those of other sites)"
+            del reports[site]
         not_scored = failed | {
             site: f"no answer within {self._deadline(FINAL)} s"
             for site in self.site_of_client.values()
@@ -460,7 +495,7 @@ class FedBNWorkflow(ModelController):
                 "reason": f"{len(reports)} sites were scored at the end, {self.quorum} are needed; "
                 + "; ".join(f"{site}: {why}" for site, why in sorted(not_scored.items())),
             }
-        results = run_report(
+        return run_report(
             self.experiment,
             {site: reports[site] for site in self.experiment.sites if site in reports},
             self.rounds,
@@ -472,16 +507,17 @@ class FedBNWorkflow(ModelController):
             **({"best_round": self._best_facts(answers)} if self.experiment.judges_rounds else {}),
             **outcome,
         )
-        folder = Path(self.get_run_dir())
-        write_json(folder / RESULTS_FILE, results)
-        text = render(run_tables(results))
-        (folder / TABLE_FILE).write_text(text, encoding="utf-8")
+
+    @property
+    def _results_path(self) -> Path:
+        return Path(self.get_run_dir()) / RESULTS_FILE
+
+    def _show(self) -> None:
+        assert self.results is not None
+        text = render(run_tables(self.results))
         encoding = sys.stdout.encoding or "utf-8"  # a console that has no lines shows "?"
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
-        self.info(f"results of this run: {folder / RESULTS_FILE}")
-        self.written = True
-        if "reason" in outcome:
-            raise RunFailedError(outcome["reason"])
+        write_text(Path(self.get_run_dir()) / TABLE_FILE, text)
 
     def _tensors(self, model: FLModel) -> dict[str, torch.Tensor]:
         assert isinstance(self.persistor, SharedModelPersistor)
@@ -492,25 +528,22 @@ class FedBNWorkflow(ModelController):
         if not new_sites.has_affine(self.experiment):
             return
         assert isinstance(self.persistor, SharedModelPersistor)
-        try:
-            self.info(
-                new_sites.keep(
-                    self.persistor.path(self.fl_ctx).parent,
-                    self.experiment,
-                    str(self.fl_ctx.get_job_id()),
-                    affine,
-                    n_willing=len(self.willing),
-                    warn=self.warning,
-                )
+        self.info(
+            new_sites.keep(
+                self.persistor.path(self.fl_ctx).parent,
+                self.experiment,
+                str(self.fl_ctx.get_job_id()),
+                affine,
+                n_willing=len(self.willing),
+                warn=self.warning,
             )
-        except SiteStateError as error:  # the results of the run matter more
-            self.error(f"gamma and beta for new hospitals are not saved: {error}")
+        )
 
     def _write_early_end(self, status: str, reason: str) -> None:
-        """Write the results of a run that has ended before its sites were scored."""
-        if not self.rounds or self.written or self.model is None:
+        """Write what is known of a run that has ended, or may end, before all is done."""
+        if not self.rounds or self.model is None:
             return
-        results = run_report(
+        results = self.results or run_report(
             self.experiment,
             {},
             self.rounds,
@@ -518,13 +551,11 @@ class FedBNWorkflow(ModelController):
             job=self.fl_ctx.get_job_id(),
             transport="NVFlare",
             not_scored={},
-            status=status,
-            reason=reason,
         )
         try:
-            write_json(Path(self.get_run_dir()) / RESULTS_FILE, results)
-        except SiteStateError as error:  # the reason of the run's end is the one to tell
-            self.error(f"the results of the rounds until then are lost: {error}")
+            write_json(self._results_path, results | {"status": status, "reason": reason})
+        except OSError as error:  # the reason of the run's end is the one to tell
+            self.error(f"the results until then are lost: {error}")
 
     def _ask(
         self,
@@ -674,6 +705,16 @@ def _client(result: FLModel) -> str:
 def _report(result: FLModel) -> dict[str, Any]:
     report = (result.meta or {}).get(REPORT)
     return report if isinstance(report, dict) else {}
+
+
+def _metric_names(report: Mapping[str, Any]) -> str:
+    """Say in JSON which metrics of which levels a site reports, the same of each of its models."""
+    (names,) = {
+        json.dumps(sorted((level, sorted(metrics)) for level, metrics in report[model].items()))
+        for model in (FEDERATED, FINETUNED, ALONE_SCORES)
+        if model in report
+    }
+    return names
 
 
 def _site_facts(client: str, answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _finetune(
         network,
         few,
         settings,
-        loss=site.task.loss(settings, few),
+        loss=site.task.criterion(settings, few),
         forward=site.task.forward,
         seed=derive_seed(site.experiment.seed, site.name, fold, "few labels"),
         only=only,

@@ -179,7 +179,7 @@ def run_pooled(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str
     sites = [Site(name, data[name], experiment) for name in sorted(experiment.sites)]
     task, network = experiment.task, sites[0].network
     samples = task.pooled([site.train_samples for site in sites])
-    loss = task.loss(experiment.training, samples)
+    loss = task.criterion(experiment.training, samples)
     for number in range(experiment.rounds):
         seed = derive_seed(experiment.seed, "pooled", number, "train")
         train_epochs(

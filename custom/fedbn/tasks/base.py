@@ -8,20 +8,21 @@ studies and FLARE know nothing else of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from torch import nn
 
 from fedbn.core.batches import Batch, Samples, TensorSamples
 from fedbn.core.networks import head_entries
 from fedbn.core.training import Loss, TrainingSettings, forward_inputs
 from fedbn.tasks.data import DataError, Index, SiteData, Split, SplitSettings
+from fedbn.tasks.loading import Loading
 from fedbn.tasks.splits import split_units
 
 
@@ -146,6 +147,11 @@ class Task(BaseModel, ABC):
 
     name: str
     levels: ClassVar[tuple[str, ...]] = ("subject",)
+    _loading: Loading = PrivateAttr(default=Loading())
+
+    def load_as(self, loading: Loading) -> None:
+        """Take what a site decides about reading its data; no result depends on it."""
+        self._loading = loading
 
     @property
     @abstractmethod
@@ -263,6 +269,12 @@ class Task(BaseModel, ABC):
     ) -> Samples:
         """Return the samples of some units, ready for a network on a device."""
 
+    def clean_batches(self, samples: Samples, batch_size: int) -> Iterable[Batch]:
+        """Go through training samples once in order, not augmented, none alone in a batch."""
+        while len(samples) % batch_size == 1 and batch_size < len(samples):
+            batch_size += 1
+        return samples.batches(batch_size)
+
     def pooled(self, samples: Sequence[Samples]) -> Samples:
         """Join the samples of several sites, for what a federation exists to avoid.
 
@@ -319,7 +331,7 @@ class Task(BaseModel, ABC):
         return forward_inputs(network, batch)
 
     @abstractmethod
-    def loss(self, training: TrainingSettings, samples: Samples) -> Loss:
+    def criterion(self, training: TrainingSettings, samples: Samples) -> Loss:
         """Return the loss of local training; `samples` are those that are trained on."""
 
     def head(self, network: nn.Module) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ class ClassificationTask(Task):
             for name in names
         }
 
-    def loss(self, training: TrainingSettings, samples: Samples) -> Loss:
+    def criterion(self, training: TrainingSettings, samples: Samples) -> Loss:
         """Return the cross entropy, with class weights if the training has them."""
         criterion: nn.CrossEntropyLoss | None = None
 

@@ -15,6 +15,7 @@ ENTRY_POINTS = "fedbn.tasks"
 
 TASKS = {
     "connectome": "fedbn.tasks.connectome.task:ConnectomeTask",
+    "segmentation": "fedbn.tasks.images.segmentation:SegmentationTask",
     "tabular": "fedbn.tasks.tabular:TabularTask",
 }
 """Names of the tasks that come with fedbn, to their classes."""

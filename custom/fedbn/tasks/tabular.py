@@ -214,13 +214,10 @@ class TabularTask(ClassificationTask):
     def relabelled(self, data: SiteData, order: Index) -> TableStore:
         """Return the table with the target of each participant's rows that of another."""
         store = _table(data)
-        place = store.columns.index(self.target)
         first = np.unique(store.owners, return_index=True)[1]
-        rows = (
-            (*row[:place], store.rows[first[order[owner]]][place], *row[place + 1 :])
-            for row, owner in zip(store.rows, store.owners, strict=True)
-        )
-        return replace(store, rows=tuple(rows))
+        cells = store.column(self.target)
+        dealt = [cells[k] for k in first[order[store.owners]]]
+        return replace(store, cells={**store.cells, self.target: dealt})
 
     def describe_sample(self, data: SiteData) -> str:
         """Say how many features a row has."""

@@ -13,6 +13,7 @@ from fedbn.cli.common import SHORT_NAMES
 from fedbn.federation.experiment import NetworkSettings, read_experiment
 from fedbn.federation.results import run_report
 from fedbn.federation.simulation import read_sites, run_federation
+from fedbn.federation.site import Site
 from fedbn.report.tables import SYNTHETIC, WIDTH, render, run_tables
 
 
@@ -160,6 +161,29 @@ def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment
     del report["sites"]["UM"]["curve"][0]
     curve = render(run_tables(report)).splitlines()
     assert any("absent" in line for line in curve)
+
+
+@pytest.mark.parametrize("step", ["evaluate", "finetune", "train_alone"])
+def test_what_fails_at_a_site_after_the_last_round_is_told_and_loses_nothing_else(
+    job, data_root, tmp_path, monkeypatch, step
+):
+    unharmed = getattr(Site, step)
+
+    def diverges(site, *arguments):
+        if site.name == "UM":
+            raise FloatingPointError("training failed in local epoch 1 of 2")
+        return unharmed(site, *arguments)
+
+    monkeypatch.setattr(Site, step, diverges)
+    out, more = tmp_path / "results.json", ("--set", "finetune={}", "--set", "rounds=1")
+    done = invoke("run", job, "--data", data_root, "--out", out, *more)
+    assert done.exit_code == 1
+    assert "UM is not wholly scored: training failed in local epoch 1 of 2" in done.output
+    report = json.loads(out.read_text())
+    assert report["not_scored"] == {"UM": "training failed in local epoch 1 of 2"}
+    assert set(report["sites"]) == ({"NYU"} if step == "evaluate" else {"NYU", "UM"})
+    assert {"federated", "finetuned", "alone"} < set(report["sites"]["NYU"])
+    assert "what each site gained" in done.output
 
 
 def test_a_place_for_results_that_cannot_be_written_is_found_before_the_run(

@@ -16,6 +16,7 @@ from fedbn.core.normalization import (
     check_entries,
     entries,
     load_entries,
+    recompute_in_batches,
     recompute_statistics,
     require_batch_norm,
     split,
@@ -635,3 +636,46 @@ def test_statistics_that_cannot_be_recomputed_are_refused():
     for model in (nn.Linear(3, 2), nn.BatchNorm1d(3, track_running_stats=False)):
         with pytest.raises(NoBatchNormError, match="could be recomputed"):
             recompute_statistics(model, torch.ones(4, 3))
+
+
+def spatial_network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm2d(3)
+    )
+
+
+def test_statistics_in_one_batch_are_those_of_the_whole():
+    inputs = torch.randn(9, 2, 6, 6)
+    one, other = spatial_network(), spatial_network()
+    recompute_statistics(one, inputs)
+    other.eval()
+    recompute_in_batches(other, [inputs], lambda network, batch: network(batch))
+    for name, tensor in one.state_dict().items():
+        if "num_batches" not in name:
+            assert torch.allclose(tensor, other.state_dict()[name], rtol=1e-5, atol=1e-6), name
+    assert not any(module.training for module in other.modules())
+    assert [m.momentum for m in other.modules() if isinstance(m, nn.BatchNorm2d)] == [0.1, 0.1]
+
+
+def test_statistics_of_batches_of_unequal_size_count_every_value_once():
+    inputs = 1e4 + torch.randn(11, 3, 4, 4)  # a large mean: a plain sum of squares would lose it
+    network = nn.Sequential(nn.BatchNorm2d(3))
+    recompute_in_batches(network, inputs.split([2, 7, 2]), lambda model, batch: model(batch))
+    values = inputs.double().transpose(0, 1).flatten(1)
+    assert torch.allclose(network[0].running_mean.double(), values.mean(dim=1), rtol=1e-7)
+    assert torch.allclose(network[0].running_var.double(), values.var(dim=1), rtol=1e-6)
+
+
+def test_statistics_stay_where_there_is_no_batch_or_a_fault():
+    network = spatial_network()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(ValueError, match="at least one batch"):
+        recompute_in_batches(network, [], lambda model, batch: model(batch))
+    with pytest.raises(RuntimeError):
+        recompute_in_batches(network, [torch.ones(2, 5, 9, 9)], lambda model, batch: model(batch))
+    assert not network[1]._forward_pre_hooks
+    kept = network.state_dict()
+    assert all(torch.equal(t, kept[n]) for n, t in before.items() if "num_batches" not in n)
+    with pytest.raises(NoBatchNormError):
+        recompute_in_batches(nn.Linear(2, 2), [torch.ones(2, 2)], lambda model, batch: model(batch))

@@ -50,6 +50,9 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         data: ~/stores/NYU   # one store
         device: cuda:1
         cpu_threads: 4
+        cache: none
+        workers: 2
+        amp: off
         share_affine: true
         allow_networks: [nets.small.Small, "nets:Large"]
         allow_tasks: [tasks.Own]
@@ -60,6 +63,9 @@ def test_every_field_is_read(tmp_path, monkeypatch):
         "data": "~/stores/NYU",
         "device": "cuda:1",
         "cpu_threads": 4,
+        "cache": "none",
+        "workers": 2,
+        "amp": "off",
         "share_affine": True,
         "allow_networks": ["nets.small.Small", "nets:Large"],
         "allow_tasks": ["tasks.Own"],
@@ -79,7 +85,7 @@ def test_what_the_file_states_wins_even_where_it_is_the_default(tmp_path):
     [
         ("devise: cpu", "devise: there is no such field; did you mean 'device'?"),
         ("Data: /stores/NYU", "Data: there is no such field; did you mean 'data'?"),
-        ("q: 1", "q: there is no such field; the fields are site, data, device, cpu_threads, sha"),
+        ("q: 1", "q: there is no such field; the fields are site, data, device, cpu_threads, cac"),
         ("1: 2", "1: there is no such field"),
         ("data: stores/NYU", "data: a relative folder means another place in each of FLARE's"),
         ("data: ~nobody-of-that-name/x", "data: its '~' stands for no home folder here; give the"),

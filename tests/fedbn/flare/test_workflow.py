@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -14,8 +15,9 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import make_reply
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
+from data_prep.files import FileError
 from fedbn.federation.results import weights_digest
-from fedbn.federation.site_state import SHARED_WEIGHTS, SiteStateError, load_checkpoint
+from fedbn.federation.site_state import SHARED_WEIGHTS, load_checkpoint
 from fedbn.flare.job import ERROR, PURPOSE, REPORT
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow, RunFailedError
@@ -182,7 +184,7 @@ def test_a_full_disk_at_the_server_does_not_hide_why_a_run_failed(make_workflow,
     workflow.clients["UM"] = failing_when("train", workflow.clients["UM"], lambda _: None)
 
     def full(*_):
-        raise SiteStateError("cannot write results.json: No space left on device")
+        raise FileError("results.json is not written (No space left on device)")
 
     monkeypatch.setattr("fedbn.flare.workflow.write_json", full)
     workflow.run()
@@ -357,6 +359,7 @@ def test_a_site_that_joins_late_cannot_lose_its_state_silently(make_workflow):
         lambda report: report["results"].update(curve=[{"round": 0}]),
         lambda report: report["results"]["federated"]["subject"].update(accuracy="best"),
         lambda report: report["results"].update(more={1, 2}),
+        lambda report: report["results"]["federated"]["subject"].update(dice=0.5),
     ],
 )
 @pytest.mark.parametrize("min_sites", [0, 2])
@@ -377,6 +380,81 @@ def test_results_that_cannot_be_read_cost_only_their_site(make_workflow, spoil, 
     else:
         (panic,) = panics(workflow)
         assert panic.startswith("2 sites were scored at the end, 3 are needed; UM: its results")
+
+
+@pytest.mark.parametrize("step", ["render", "new_sites.keep", "print"])
+def test_what_fails_after_the_results_does_not_lose_them(make_workflow, monkeypatch, step, caplog):
+    workflow = make_workflow()
+    whole = []  # a report of one site is rendered before, to see whether it can be read
+
+    def fails(*arguments, **_):
+        if step != "render" or len(whole) == len(SITES):
+            raise IndexError("nobody has foreseen it")
+        whole.append(arguments)
+        return ""
+
+    monkeypatch.setattr(f"fedbn.flare.workflow.{step}", fails, raising=False)
+    workflow.run()
+    assert panics(workflow) == []
+    assert results(workflow)["status"] == "completed"
+    assert "nobody has foreseen it" in caplog.text
+
+
+@pytest.mark.parametrize("purpose", ["finetune", "alone"])
+@pytest.mark.parametrize("end", ["aborted", "unforeseen", "killed"])
+def test_what_ends_a_run_after_its_sites_are_scored_does_not_lose_their_scores(
+    make_workflow, purpose, end
+):
+    workflow = make_workflow(finetune={"epochs": 1}, compare_with_alone=True)
+    inner = workflow.clients["NYU"]
+
+    def ends(asked, data):
+        if asked == purpose:
+            assert sorted(results(workflow)["sites"]) == sorted(SITES)
+            if end == "aborted":
+                workflow.abort_signal.trigger("stop")
+            else:
+                raise (IndexError if end == "unforeseen" else KeyboardInterrupt)("here")
+        return inner(asked, data)
+
+    workflow.clients["NYU"] = ends
+    with contextlib.suppress(IndexError, KeyboardInterrupt):
+        workflow.run()
+    found = results(workflow)
+    assert sorted(found["sites"]) == sorted(SITES)
+    assert "federated" in found["across_sites"]
+    assert found["status"] == ("failed" if end == "unforeseen" else "aborted")
+    if end == "killed":
+        assert found["reason"] == "the sites are scored, but their work 'alone' has not ended"
+
+
+@pytest.mark.parametrize("step", ["_messages", "save_model"])
+def test_what_nobody_has_foreseen_does_not_lose_the_rounds(make_workflow, step):
+    workflow = make_workflow({}, rounds=3)
+    unharmed = getattr(workflow, step)
+
+    def fails(*arguments):
+        if len(workflow.rounds) == 2:
+            raise IndexError("nobody has foreseen it")
+        return unharmed(*arguments)
+
+    setattr(workflow, step, fails)
+    with pytest.raises(IndexError):
+        workflow.run()
+    found = results(workflow)
+    assert (found["status"], found["reason"]) == ("failed", "IndexError: nobody has foreseen it")
+    assert len(found["rounds"]) == 2
+
+
+def test_results_that_cannot_be_written_are_shown_and_told(make_workflow, monkeypatch, capsys):
+    def full(*_):
+        raise FileError("results.json is not written (No space left on device)")
+
+    workflow = make_workflow()
+    monkeypatch.setattr("fedbn.flare.workflow.write_json", full)
+    workflow.run()
+    assert panics(workflow) == ["results.json is not written (No space left on device)"]
+    assert "what each site gained" in capsys.readouterr().out
 
 
 def test_no_answer_at_the_end_is_told(make_workflow):

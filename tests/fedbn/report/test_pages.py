@@ -21,6 +21,7 @@ from fedbn.report.tables import SYNTHETIC
 from fedbn.report.writing import write_report
 from fedbn.study import comparison, paired
 from fedbn.study.comparison import read_comparison
+from fedbn.study.plan import ComparisonError
 from fedbn.tasks.connectome.task import ConnectomeTask
 
 pytestmark = pytest.mark.slow  # every test draws the pictures of a whole page
@@ -156,6 +157,14 @@ def test_a_comparison_of_an_earlier_version_can_still_be_reported(compared, tmp_
     (copied / "summary.json").write_text(json.dumps(earlier))
     reader = read_page(write_report(copied, tmp_path / "out"))
     assert "whose comparison has kept its training loss" in " ".join(reader.text)
+
+
+def test_data_cannot_be_told_from_others_in_a_comparison_of_version_0_1(compared, tmp_path):
+    copied = shutil.copytree(compared, tmp_path / "comparison")
+    summary = json.loads((copied / "summary.json").read_text())
+    (copied / "summary.json").write_text(json.dumps({**summary, "format": "fedbn-comparison-2"}))
+    with pytest.raises(ComparisonError, match=r"made by version 0\.1, .*; leave --data out"):
+        write_report(copied, tmp_path / "out", tmp_path)
 
 
 def test_a_comparison_of_an_earlier_definition_of_a_method_can_still_be_read(

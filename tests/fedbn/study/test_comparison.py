@@ -333,6 +333,33 @@ def test_ctrl_c_ends_at_once_without_waiting_for_runs_that_have_begun(finished, 
     assert all(name.startswith("ridge") and name.endswith(".json") for name in kept)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_an_interrupt_between_two_runs_ends_those_that_have_begun(finished, tmp_path):
+    """Wherever it is raised: also where a finished run is read, and whoever keeps the error."""
+    endless = finished["plan"].experiment.changed(rounds=10**6)
+    plan = plan_comparison(endless, ["ridge", "fedbn"], 1)
+
+    def interrupt(done, _):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    before = set(children(os.getpid()))
+    with pytest.raises(KeyboardInterrupt) as kept:
+        compare(plan, finished["data"], tmp_path / "out", processes=2, on_run=interrupt)
+    wait_for(lambda: set(children(os.getpid())) <= before | set(helpers()))
+    assert kept
+
+
+def helpers():
+    """Processes of multiprocessing itself, which live as long as this one."""
+    return [
+        child
+        for child in children(os.getpid())
+        if b"resource_tracker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
 def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():

@@ -341,7 +341,7 @@ class TestLoss:
         samples = samples_of(x, torch.tensor([0, 1, 2, 0, 1, 2]))
         settings = TrainingSettings(batch_size=3)
         with pytest.raises(ValueError, match="classes 0 to 2, but the network has 2 outputs"):
-            train_epochs(model, samples, settings, seed=0, loss=THREE.loss(settings, samples))
+            train_epochs(model, samples, settings, seed=0, loss=THREE.criterion(settings, samples))
 
     @pytest.mark.parametrize(
         ("weights", "expected"),
@@ -350,7 +350,7 @@ class TestLoss:
     def test_class_weights(self, weights, expected):
         targets = torch.tensor([0, 0, 0, 1, 1, 2])
         samples = samples_of(torch.randn(6, 3), targets)
-        loss = THREE.loss(TrainingSettings(class_weights=weights), samples)
+        loss = THREE.criterion(TrainingSettings(class_weights=weights), samples)
         logits = torch.randn(6, 3)
         (batch,) = samples.batches(6)
         wanted = nn.functional.cross_entropy(logits, targets, torch.tensor(expected).float())

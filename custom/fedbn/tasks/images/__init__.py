@@ -1,0 +1,1 @@
+"""Images: what is learned from masks and from classes of whole images."""
