@@ -120,6 +120,24 @@ class OwnNorm(nn.Module):
         return functional.batch_norm(x, self.mean, self.var, self.gamma, self.beta, self.training)
 
 
+class NoStatistics(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+
+
+class NoEntries(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+
+
+class Lazy(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LazyBatchNorm1d()
+
+
 class OwnBesideStock(Net):
     def __init__(self):
         super().__init__()

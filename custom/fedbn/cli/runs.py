@@ -40,6 +40,7 @@ def run(
         import torch
 
         from fedbn.federation.simulation import read_sites, run_federation
+        from fedbn.federation.site import make_network
         from fedbn.report.tables import run_tables
 
         torch.set_num_threads(1)  # as in the job: the same bits
@@ -50,6 +51,8 @@ def run(
                 "sites: submit it to FLARE"
             )
         stores = read_sites(data or default_data_root(), experiment, verify=True)
+        if doubt := make_network(experiment)[1].warning():
+            typer.echo(f"fedbn: {doubt}", err=True)
         with progress_bar() as progress:
             task = progress.add_task("rounds", total=experiment.rounds)
             result = run_federation(experiment, stores, on_round=lambda _: progress.advance(task))

@@ -12,6 +12,8 @@ Everything here is pure: nothing is changed in place but the model handed to :fu
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ AVERAGED = (
 )
 """What can be shared: each entry is averaged in float64 and rounded to its own dtype."""
 
+_RUNNING = re.compile(r"(running|moving)_", re.IGNORECASE)
+_MOMENT = re.compile(r"(mean|avg|average|var|variance|std)\d*$", re.IGNORECASE)
+
 _NORMALIZATION_LAYERS: tuple[type[nn.Module], ...] = (
     _NormBase,
     nn.GroupNorm,
@@ -44,7 +49,7 @@ _NORMALIZATION_LAYERS: tuple[type[nn.Module], ...] = (
 
 
 class NoBatchNormError(ValueError):
-    """The network has no batch-norm layer, so that FedBN would silently be FedAvg."""
+    """The network has no batch norm that a site could keep, or one without statistics."""
 
 
 class StateMismatchError(ValueError):
@@ -69,6 +74,8 @@ class Partition:
         Names of the batch-norm layers, as in ``named_modules()``.
     batch_norm
         Names of all entries that belong to batch norm, whatever the policy.
+    statistics_like
+        Names of shared entries that look like the running statistics of another module.
     """
 
     policy: Policy
@@ -76,6 +83,17 @@ class Partition:
     shared: tuple[str, ...]
     layers: tuple[str, ...]
     batch_norm: tuple[str, ...]
+    statistics_like: tuple[str, ...] = ()
+
+    def warning(self) -> str | None:
+        """Say which shared entries look as if they should stay, where some are to stay."""
+        if self.policy == "none" or not self.statistics_like:
+            return None
+        return (
+            f"{len(self.statistics_like)} shared entries look like running statistics of a layer "
+            f"that is no batch norm of PyTorch's ({_some(list(self.statistics_like))}): if they "
+            "shall stay at the site, name the layer's class in batch_norm_types"
+        )
 
     def describe(self) -> str:
         """Say in one sentence what stays and what travels, for a log or a table's caption."""
@@ -104,7 +122,7 @@ def split(
     model: nn.Module,
     policy: Policy = "fedbn",
     *,
-    extra_types: Iterable[type[nn.Module]] = (),
+    types: Iterable[str] = (),
 ) -> Partition:
     """Partition ``model.state_dict()`` into local and shared entries, by module type.
 
@@ -114,27 +132,28 @@ def split(
         Any network, wrapped or not.
     policy
         See :class:`Partition`.
-    extra_types
-        Further module types to treat as batch norm, for networks that bring their own (an
-        in-place activated batch norm, say). Instance norm is not batch norm unless named here.
+    types
+        Dotted paths of further classes whose modules are treated as batch norm, for networks that
+        bring their own: ``"package.module.Class"``. Instance norm is not batch norm unless named
+        here. A class that no module of the network is of is never imported.
 
     Raises
     ------
     ValueError
-        If the policy is unknown, a lazy layer has no shape yet, an entry is not a dense tensor or
-        of a floating dtype that is not averaged, or the entries of a batch-norm layer cannot be
-        found in the state dict.
+        If the policy is unknown, no module is of a named type, a lazy layer has no shape yet, an
+        entry is not a dense tensor or of a floating dtype that is not averaged, or the entries of a
+        batch-norm layer cannot be found in the state dict.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
     model = unwrap_model(model)
-    types: tuple[type[nn.Module], ...] = (_BatchNorm, *extra_types)
     # remove_duplicate=False: a module that is used twice has its entries under both names.
-    layers = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, types)
-    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    known: tuple[type[nn.Module], ...] = (
+        _BatchNorm,
+        *(_find_type(path, modules.values()) for path in types),
+    )
+    layers = {name: module for name, module in modules.items() if isinstance(module, known)}
     entries = model.state_dict(keep_vars=True)
     _check_tensors(model, entries)
     batch_norm = _entries_of(layers, entries, type(model).__name__)
@@ -152,7 +171,35 @@ def split(
         shared=tuple(shared),
         layers=tuple(layers),
         batch_norm=tuple(name for name in entries if name in batch_norm),
+        statistics_like=tuple(name for name in shared if _is_like_statistics(name, entries)),
     )
+
+
+def _find_type(path: str, modules: Iterable[nn.Module]) -> type[nn.Module]:
+    """Return the class of some of the modules; nothing is imported for it."""
+    place, _, name = path.replace(":", ".").rpartition(".")
+    found = getattr(sys.modules.get(place), name, None)
+    kinds = {type(module) for module in modules}
+    if not isinstance(found, type) or not any(issubclass(kind, found) for kind in kinds):
+        there = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        raise ValueError(
+            f"batch_norm_types names {path!r}, and no module of the network is of this class; "
+            f"there are {', '.join(there)}"
+        )
+    return found
+
+
+def _is_like_statistics(name: str, entries: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a buffer is called running mean, or stands as a mean beside a gamma."""
+    prefix, _, last = name.rpartition(".")
+    if isinstance(entries[name], nn.Parameter) or not entries[name].ndim:
+        return False
+    beside = (
+        other.shape == entries[name].shape
+        for key, other in entries.items()
+        if key.rpartition(".")[0] == prefix and isinstance(other, nn.Parameter)
+    )
+    return bool(_RUNNING.search(last) or (_MOMENT.search(last) and any(beside)))
 
 
 def _check_tensors(model: nn.Module, entries: Mapping[str, object]) -> None:
@@ -165,7 +212,8 @@ def _check_tensors(model: nn.Module, entries: Mapping[str, object]) -> None:
         if is_lazy(tensor):
             raise ValueError(
                 f"entry {name!r} of {type(model).__name__} has no shape yet; "
-                "run one batch through the network before it is federated"
+                "give its layer the sizes where the network is built (BatchNorm1d(64) in place of "
+                "LazyBatchNorm1d()): server and sites compare the entries before any batch is seen"
             )
         floating = tensor.is_floating_point() or tensor.is_complex()
         if tensor.layout != torch.strided or (floating and tensor.dtype not in AVERAGED):
@@ -237,7 +285,9 @@ def statistics_names(network: nn.Module, partition: Partition) -> tuple[str, ...
 def require_batch_norm(model: nn.Module, partition: Partition) -> None:
     """Refuse a network without batch norm, and one with nothing else to share.
 
-    Under policy ``"none"`` (FedAvg) a network without batch norm is welcome.
+    Under policy ``"none"`` (FedAvg) a network without batch norm is welcome. Batch norm without
+    running statistics is refused under every policy: it scores each unit by those that happen to
+    share its batch.
 
     Raises
     ------
@@ -245,15 +295,24 @@ def require_batch_norm(model: nn.Module, partition: Partition) -> None:
         Naming the network, the normalisation layers that it has, and how to get batch norm.
     """
     name = type(unwrap_model(model)).__name__
-    if partition.policy != "none" and not partition.layers:
+    modules = dict(unwrap_model(model).named_modules())
+    for layer, module in modules.items():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise NoBatchNormError(
+                f"batch-norm layer {layer!r} of network {name} keeps no running statistics, so "
+                "that a unit's score depends on the others in its batch; build it with "
+                "track_running_stats=True"
+            )
+    if partition.policy != "none" and not set(partition.local) & set(partition.batch_norm):
         counts = Counter(
             type(module).__name__
-            for module in unwrap_model(model).modules()
+            for module in modules.values()
             if isinstance(module, _NORMALIZATION_LAYERS)
         )
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         raise NoBatchNormError(
-            f"network {name} has no batch-norm layer (normalisation layers found: "
+            f"network {name} has no batch-norm layer{' with entries' if partition.layers else ''} "
+            f"(normalisation layers found: "
             f"{found or 'none'}), so policy {partition.policy!r} would be plain FedAvg; build it "
             "with batch norm (norm='batch' for most MONAI networks) or choose policy 'none'"
         )
@@ -359,7 +418,7 @@ def load_entries(model: nn.Module, *parts: Mapping[str, torch.Tensor]) -> None:
     model.load_state_dict(joined, strict=True)
 
 
-def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
+def recompute_statistics(model: nn.Module, inputs: torch.Tensor, names: Iterable[str] = ()) -> None:
     """Replace batch norm's running statistics by those of some unlabelled samples.
 
     Adaptive batch normalisation (Li et al., 2016, arXiv 1603.04779): weights, gamma and beta stay.
@@ -372,17 +431,19 @@ def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
         The network; its statistics change in place, and each module is left in its mode.
     inputs
         At least two samples, (n, ...), on the network's device.
+    names
+        Of the layers, as :attr:`Partition.layers`; by default PyTorch's own batch norm.
 
     Raises
     ------
     ValueError
         If there are fewer than two samples.
     NoBatchNormError
-        If no layer has running statistics.
+        If no layer has running statistics, or one is none of PyTorch's.
     """
     if len(inputs) < 2:
         raise ValueError(f"statistics need at least two samples, got {len(inputs)}")
-    with _normalising_by_batch(model) as layers, torch.no_grad():
+    with _normalising_by_batch(model, names) as layers, torch.no_grad():
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # a cumulative mean: of one batch, the batch's own statistics
@@ -390,7 +451,10 @@ def recompute_statistics(model: nn.Module, inputs: torch.Tensor) -> None:
 
 
 def recompute_in_batches(
-    model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any],
+    names: Iterable[str] = (),
 ) -> None:
     """Replace batch norm's running statistics by those of samples that come in batches.
 
@@ -406,13 +470,15 @@ def recompute_in_batches(
         At least one, none of a single value a channel.
     forward
         Gives a batch to the network.
+    names
+        Of the layers, as :attr:`Partition.layers`; by default PyTorch's own batch norm.
 
     Raises
     ------
     ValueError
         If there is no batch.
     NoBatchNormError
-        If no layer has running statistics.
+        If no layer has running statistics, or one is none of PyTorch's.
     """
     found: dict[nn.Module, tuple[float, torch.Tensor, torch.Tensor]] = {}
 
@@ -427,7 +493,7 @@ def recompute_in_batches(
             mean, count = old + step * (count / (n + count)), n + count
         found[layer] = count, mean, squares
 
-    with _normalising_by_batch(model) as layers, torch.no_grad():
+    with _normalising_by_batch(model, names) as layers, torch.no_grad():
         hooks = [layer.register_forward_pre_hook(look) for layer in layers]
         try:
             for layer in layers:
@@ -447,16 +513,42 @@ def recompute_in_batches(
             layer.running_var.copy_(squares / max(count - 1, 1))
 
 
-@contextlib.contextmanager
-def _normalising_by_batch(model: nn.Module) -> Iterator[list[_BatchNorm]]:
-    """Put all of a network into eval mode but its batch norm, and everything back afterwards."""
+def recomputable(model: nn.Module, names: Iterable[str] = ()) -> list[_BatchNorm]:
+    """Return the layers whose running statistics can be recomputed.
+
+    Parameters
+    ----------
+    model
+        The network.
+    names
+        Of its batch-norm layers, as :attr:`Partition.layers`; by default PyTorch's own.
+
+    Raises
+    ------
+    NoBatchNormError
+        If there are none, or one of the named is none of PyTorch's.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if not isinstance(modules[name], _BatchNorm):
+            raise NoBatchNormError(
+                f"layer {name!r} is a {type(modules[name]).__name__}, which is none of PyTorch's "
+                "batch norms: its statistics cannot be recomputed"
+            )
     layers = [
         module
-        for module in model.modules()
+        for module in modules.values()
         if isinstance(module, _BatchNorm) and module.running_mean is not None
     ]
     if not layers:
         raise NoBatchNormError("the network has no batch norm whose statistics could be recomputed")
+    return layers
+
+
+@contextlib.contextmanager
+def _normalising_by_batch(model: nn.Module, names: Iterable[str]) -> Iterator[list[_BatchNorm]]:
+    """Put all of a network into eval mode but its batch norm, and everything back afterwards."""
+    layers = recomputable(model, names)
     modes = {module: module.training for module in model.modules()}
     momenta = [layer.momentum for layer in layers]
     try:

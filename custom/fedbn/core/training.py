@@ -343,25 +343,31 @@ def _trained_parameters(model: nn.Module, only: Collection[str] | None) -> list[
 
 @contextlib.contextmanager
 def _frozen_but(model: nn.Module, only: Collection[str] | None) -> Iterator[None]:
-    """Hold still everything but some entries: no gradients, batch norm by its statistics."""
+    """Hold still everything but some entries: no gradients, and no buffer moves."""
     if only is None:
         yield
         return
     model = unwrap_model(model)
     trained = {id(parameter) for parameter in _trained_parameters(model, only)}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
-    norms = [model.get_submodule(layer) for layer in split(model).layers]
+    # A module with a buffer may update it in training, as batch norm and spectral norm do.
+    moving = [
+        module
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_buffers(prefix, recurse=False)
+        if name not in only
+    ]
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for norm in norms:
-            norm.eval()
+        for module in moving:
+            module.training = False
         yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-        for norm in norms:
-            norm.train()
+        for module in moving:
+            module.training = True
 
 
 def _corrected_pairs(

@@ -38,6 +38,10 @@ SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_leng
 """Names a folder and a FLARE client: letters, digits, ``_`` and ``-``."""
 
 
+ClassPath = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]
+"""Names a class: ``package.module.Class`` or ``package.module:Class``."""
+
+
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=127)]
 """An id that FLARE gives to a job; it names a folder."""
 
@@ -172,6 +176,10 @@ class Experiment(_Settings):
         The network, described here and nowhere else.
     policy
         Which entries stay at the site: ``"fedbn"``, ``"silobn"`` or ``"none"`` (FedAvg).
+    batch_norm_types
+        Classes of the network's modules that are batch norm although none of PyTorch's, as
+        ``package.module.Class``: networks with a batch norm of their own, or instance norm with
+        running statistics. Everything inside such a module belongs to it.
     rounds
         Communication rounds.
     training
@@ -221,6 +229,7 @@ class Experiment(_Settings):
     sites: tuple[SiteName, ...]
     network: NetworkSettings
     policy: Policy = "fedbn"
+    batch_norm_types: tuple[ClassPath, ...] = ()
     rounds: int = Field(default=50, ge=1, strict=True)
     training: TrainingSettings = TrainingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()

@@ -26,6 +26,7 @@ from fedbn.core.normalization import (
     check_entries,
     entries,
     load_entries,
+    recomputable,
     recompute_in_batches,
     require_batch_norm,
     split,
@@ -282,7 +283,7 @@ class Site:
         outcome = self._train_epochs(
             training,
             seed=derive_seed(self.experiment.seed, self.name, round_number, "train"),
-            shared_names=self.partition.shared,
+            shared_names=set(self.partition.shared) - set(self.partition.batch_norm),
             correction=variates and control_variates.correction(*variates),
             on_epoch=on_epoch,
         )
@@ -323,7 +324,8 @@ class Site:
         if self.experiment.statistics == "recomputed":
             size = self.experiment.training.batch_size
             batches = self.task.clean_batches(self.train_samples, size)
-            recompute_in_batches(self.network, batches, self.task.forward)
+            layers = self.partition.layers
+            recompute_in_batches(self.network, batches, self.task.forward, layers)
         return self.task.score(self.network, self.test)
 
     def judged(
@@ -446,8 +448,10 @@ def make_network(experiment: Experiment) -> tuple[nn.Module, Partition]:
     """
     settings = experiment.network
     network = build_network(settings.name, settings.args, experiment.seed)
-    partition = split(network, experiment.policy)
+    partition = split(network, experiment.policy, types=experiment.batch_norm_types)
     require_batch_norm(network, partition)
+    if experiment.statistics == "recomputed":
+        recomputable(network, partition.layers)
     if experiment.algorithm.name == "alone":
         partition = replace(partition, local=tuple(network.state_dict()), shared=())
     return network, partition

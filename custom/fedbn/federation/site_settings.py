@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedbn.federation.experiment import SiteName
+from fedbn.federation.experiment import ClassPath, SiteName
 from fedbn.federation.settings_file import RepeatedFieldError, fault, parse_yaml
 from fedbn.tasks.loading import Amp, Cache
 
@@ -25,7 +25,6 @@ NETWORKS_VARIABLE = "FEDBN_ALLOW_NETWORKS"
 TASKS_VARIABLE = "FEDBN_ALLOW_TASKS"
 """The same for the classes of tasks."""
 
-ClassPath = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.\w+)*[.:]\w+$")]
 
 T = TypeVar("T")
 

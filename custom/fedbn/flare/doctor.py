@@ -716,6 +716,8 @@ def _job_and_store(patient: _Patient) -> Findings:
         yield Finding(FAILED, "job and store", " ".join(str(error).split()))
         return
     facts = site.preparation.facts
+    if doubt := site.partition.warning():
+        yield Finding(WARNING, "network", doubt)
     yield Finding(
         OK,
         "job and store",

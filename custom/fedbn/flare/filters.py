@@ -103,13 +103,15 @@ class BatchNormFilter(DXOFilter):
         """
         job = str(fl_ctx.get_job_id())
         if job not in self._known:
+            types: tuple[str, ...] = ()
             if self.network is not None:
                 name, args = self.network["name"], self.network.get("args", {})
             else:
-                settings = job_experiment(fl_ctx).network
-                name, args = settings.name, settings.args
+                experiment = job_experiment(fl_ctx)
+                name, args = experiment.network.name, experiment.network.args
+                types = experiment.batch_norm_types
             network = build_network(name, args)
-            partition = split(network, self.policy)
+            partition = split(network, self.policy, types=types)
             affine = (AFFINE + entry for entry in affine_names(network, partition))
             self._known[job] = frozenset(partition.shared), frozenset(affine)
         return self._known[job]

@@ -375,6 +375,8 @@ class FedBNLearner(ModelLearner):
             site = self._prepare(model)
         remarks = site.task.remarks(site.preparation.facts)
         self.info("; ".join([f"site {site.name!r}: {site.partition.describe()}", *remarks]))
+        if doubt := site.partition.warning():
+            self.warning(f"site {site.name!r}: {doubt}")
         device = self._choose_device()
         facts = device_facts(device)
         self.info(f"site {site.name!r} trains on {described(facts)}: {device.reason}")

@@ -360,7 +360,7 @@ def load_start(
             parts |= given
     load_entries(network, {**entries(network, partition.local), **parts})
     if start.statistics == "own":
-        recompute_statistics(network, inputs)
+        recompute_statistics(network, inputs, partition.layers)
 
 
 def unlabelled(data: SiteData, experiment: Experiment) -> Preparation:

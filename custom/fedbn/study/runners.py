@@ -60,7 +60,8 @@ def adapted(federation: Federation, experiment: Experiment) -> dict[str, Outcome
     outcomes = {}
     for name in federation.sites:
         site = federation.load(name)
-        recompute_statistics(site.network, table(site, "recomputed statistics").inputs)
+        inputs = table(site, "recomputed statistics").inputs
+        recompute_statistics(site.network, inputs, site.partition.layers)
         outcomes[name] = outcome(site)
     return outcomes
 

@@ -14,6 +14,7 @@ ENTRY_POINTS = "fedbn.tasks"
 """Group of entry points by which an installed package brings tasks of its own."""
 
 TASKS = {
+    "classification": "fedbn.tasks.images.classification:ImageClassificationTask",
     "connectome": "fedbn.tasks.connectome.task:ConnectomeTask",
     "segmentation": "fedbn.tasks.images.segmentation:SegmentationTask",
     "tabular": "fedbn.tasks.tabular:TabularTask",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from odd_networks import OwnBesideStock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
@@ -262,16 +263,94 @@ def test_statistics_that_do_not_exist_leave_silobn_nothing_but_is_no_error():
     assert partition.layers == ("1",)
 
 
-def test_further_types_can_be_named():
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layer", [{"track_running_stats": False}, {"affine": False}])
+def test_batch_norm_without_running_statistics_is_refused(policy, layer):
+    """A score would depend on who shares the batch."""
+    layer = nn.BatchNorm1d(4, **{"track_running_stats": False, **layer})
+    for model in (nn.Sequential(nn.Linear(3, 4), layer), nn.Sequential(small(), layer)):
+        with pytest.raises(NoBatchNormError, match=r"layer '1' of network .*track_running_stats=T"):
+            require_batch_norm(model, split(model, policy))
+
+
+class Bare(nn.Module):
+    """A norm that holds nothing."""
+
+
+@pytest.mark.parametrize("policy", ["fedbn", "silobn"])
+def test_batch_norm_without_entries_is_no_batch_norm(policy):
+    """No entry would stay: the policy would be plain FedAvg, to the bit."""
+    model = nn.Sequential(nn.Linear(3, 4), Bare())
+    partition = split(model, policy, types=[f"{__name__}.Bare"])
+    assert partition.layers == ("1",)
+    with pytest.raises(NoBatchNormError, match=rf"no batch-norm layer with entries .*'{policy}'"):
+        require_batch_norm(model, partition)
+
+
+@pytest.mark.parametrize("path", ["torch.nn.InstanceNorm1d", "torch.nn:InstanceNorm1d"])
+def test_further_types_can_be_named(path):
     model = nn.Sequential(
         nn.Linear(3, 3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
     )
     assert split(model).layers == ()
-    partition = split(model, extra_types=[nn.InstanceNorm1d])
+    assert split(model).statistics_like == ("1.running_mean", "1.running_var")
+    partition = split(model, types=[path])
     assert partition.layers == ("1",)
     assert partition.local == tuple(names(model[1], "1"))
-    statistics = split(model, "silobn", extra_types=(nn.InstanceNorm1d,)).local
+    assert partition.warning() is None
+    statistics = split(model, "silobn", types=(path,)).local
     assert {name.rpartition(".")[2] for name in statistics} == STATISTICS
+
+
+def test_a_norm_of_ones_own_that_stands_beside_batch_norm_is_seen_and_can_be_named():
+    model = OwnBesideStock()
+    partition = split(model)
+    assert partition.statistics_like == ("own.mean", "own.var")
+    assert "2 shared entries look like running statistics" in partition.warning()
+    assert "(own.mean, own.var): if they shall stay" in partition.warning()
+    assert split(model, "none").warning() is None
+    named = split(model, types=["odd_networks.OwnNorm"])
+    assert named.layers == ("norm", "own")
+    assert set(named.local) == {*names(model.norm, "norm"), *names(model.own, "own")}
+    assert named.warning() is None
+    silobn = split(model, "silobn", types=["odd_networks.OwnNorm"])
+    assert {"own.gamma", "own.beta"} <= set(silobn.shared)
+    with pytest.raises(NoBatchNormError, match=r"layer 'own' is a OwnNorm.*cannot be recomputed"):
+        recompute_statistics(model, torch.ones(4, 66), named.layers)
+
+
+@pytest.mark.parametrize(
+    "path", ["odd_networks.Nothing", "not.imported.Norm", "torch.nn.Linear2", "torch.nn.Conv1d"]
+)
+def test_a_type_that_no_module_has_is_refused_and_never_imported(path, tmp_path, monkeypatch):
+    (tmp_path / "not").mkdir()
+    (tmp_path / "not" / "imported.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = (
+        f"names '{path}', and no module of the network is of this class; there are odd_.*Linear"
+    )
+    with pytest.raises(ValueError, match=reason):
+        split(OwnBesideStock(), types=[path])
+
+
+@pytest.mark.parametrize(
+    ("entries", "like"),
+    [
+        ({"gamma": 4, "mean": (4,), "var": (4,)}, ["mean", "var"]),
+        ({"gamma": 4, "moving_mean": (3,), "Running_Var": (4,)}, ["moving_mean", "Running_Var"]),
+        ({"mean": (3,), "std": (3,)}, []),  # of the inputs, fixed
+        ({"gamma": 4, "meaning": (4,), "weight_u": (4,), "mask": (4,)}, []),
+        ({"gamma": 4, "mean": ()}, []),
+    ],
+)
+def test_what_looks_like_statistics(entries, like):
+    model = small()
+    for name, shape in entries.items():
+        if isinstance(shape, int):
+            model.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        else:
+            model.register_buffer(name, torch.ones(shape))
+    assert list(split(model).statistics_like) == like
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -398,7 +477,8 @@ def test_unknown_policy_is_refused_with_the_choices():
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d(), nn.LazyLinear(2)])
 def test_a_lazy_layer_is_refused_until_it_has_a_shape(lazy):
     model = nn.Sequential(nn.Linear(3, 4), lazy)
-    with pytest.raises(ValueError, match=r"entry '1\.\w+' of Sequential has no shape yet"):
+    way_out = r"1\.\w+' of Sequential has no shape yet; give .*\(BatchNorm1d\(64\) in place of"
+    with pytest.raises(ValueError, match=way_out):
         split(model)
     model(torch.randn(5, 3))
     assert_is_partition(model, split(model))

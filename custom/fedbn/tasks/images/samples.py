@@ -7,6 +7,7 @@ neither on the number of workers nor on what ran before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.data import CacheDataset, DataLoader, MetaTensor, PersistentDataset
+from monai.data import (
+    CacheDataset,
+    DataLoader,
+    MetaTensor,
+    PersistentDataset,
+    get_track_meta,
+    set_track_meta,
+)
 from monai.data import Dataset as PlainDataset
 from monai.transforms import Compose, RandCropByPosNegLabeld, RandSpatialCropSamplesd, Transform
 from torch.utils.data import ConcatDataset, Dataset
@@ -215,11 +223,22 @@ class _Drawn(Dataset):
             return [item]
         spacing = item["spacing"]
         self.transform.set_random_state(seed % 2**32)
-        with torch.random.fork_rng(devices=[]):
+        with _untracked(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             drawn = self.transform({k: v.clone() for k, v in item.items() if k != "spacing"})
         parts = drawn if isinstance(drawn, list) else [drawn]
         return [{k: _plain(v) for k, v in part.items()} | {"spacing": spacing} for part in parts]
+
+
+@contextlib.contextmanager
+def _untracked() -> Iterator[None]:
+    """Have MONAI keep no record of transforms, which costs more than small ones themselves."""
+    tracked = get_track_meta()
+    set_track_meta(False)
+    try:
+        yield
+    finally:
+        set_track_meta(tracked)
 
 
 def prepared_item(images: Any, place: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class ImageTask(Task):
         Pieces that training sees; whole images without it.
     """
 
+    one_size: ClassVar[bool] = False
     preprocessing: list[Annotated[Entry, entry_of("preprocessing")]] = Field(default_factory=list)
     augmentation: list[Annotated[Entry, entry_of("augmentation")]] = Field(default_factory=list)
     patch: Patch | None = None
@@ -225,11 +226,12 @@ class ImageTask(Task):
                     f"{by(small[0])} after preprocessing; make it smaller, or add SpatialPadd to "
                     "the preprocessing"
                 )
-        if len(shapes) > 1 and not self._crops():
+        if len(shapes) > 1 and (self.one_size or not self._crops()):
             a, b = list(shapes)[:2]
+            patch = "" if self.one_size else "a patch, or "
             raise DataError(
                 f"site {data.site!r}: after preprocessing its images have sizes {by(a)} and "
-                f"{by(b)}; give the task a patch, or preprocessing that makes all one size "
+                f"{by(b)}; give the task {patch}preprocessing that makes all one size "
                 "(Resized, SpatialPadd, ResizeWithPadOrCropd)"
             )
         try:
