@@ -62,8 +62,10 @@ abide-all: path-without-blank $(READY)
 		-n $(words $(subst $(comma), ,$(SITES))) -t 4 -w $(ALL)/workspace
 	@$(BIN)/fedbn results $(ALL)/workspace
 
-heart: path-without-blank $(READY)
-	$(if $(SOURCE),,@echo "fedbn: make heart SOURCE=<folder of UCI's processed.*.data files>" >&2; exit 1)
+heart-source:
+	@$(if $(SOURCE),:,echo "fedbn: make heart SOURCE=<folder of UCI's processed.*.data files>" >&2; exit 1)
+
+heart: heart-source path-without-blank $(READY)
 	$(BIN)/python -m data_prep heart --source "$(SOURCE)"
 	$(BIN)/nvflare simulator jobs/heart_fedbn -n 4 -t 4 -w $(RUNS)/heart/workspace
 	@$(BIN)/fedbn results $(RUNS)/heart/workspace

@@ -148,7 +148,7 @@ def redacted(text: str, names: Iterable[Path | str] = ()) -> str:
         in its name, and an id that is not in BIDS style cannot be told from words.
     """
     for name in sorted((str(name) for name in names), key=len, reverse=True):
-        if name.strip("./\\"):
+        if name in text and name.strip("./\\"):
             text = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", "/path", text)
     text = _PATH.sub("<path>", _SUBJECT.sub("<subject>", text))
     return re.sub("(<path>)+", "<path>", text)

@@ -30,7 +30,7 @@ def write_report(
     out
         Folder to write to; by default ``report`` inside `folder`, or beside the file.
     data_root
-        Folder of the site stores, for the parts that need a model or a connectome.
+        Folder of the site stores, for the parts that need a model or a sample.
     on_step
         Called with what is begun, for a reader who waits.
 
