@@ -152,7 +152,7 @@ def _over_sites_table(
         f"{len(summary['sites'])} sites as the unit",
         f"A site's difference is its mean over {summary['n_folds']} folds and {_seeds(summary)}. "
         f"Interval: {percent}, t over sites, but never surer than over folds: sites share models. "
-        "Signed-rank: p of Wilcoxon's test. Weighted: every "
+        "Signed-rank: p of Wilcoxon's test, not corrected for that. Weighted: every "
         f"{unit} counts the same, bootstrap of sites and then {unit}s, for metrics that are means "
         f"over {unit}s. Not adjusted for their number.{_pooled_note(summary)}",
     )
