@@ -60,8 +60,7 @@ def width(summary: Mapping[str, Any]) -> int:
     longest = max(len(_title(summary, name)) for name in summary["methods"])
     site = max(map(len, summary["sites"]))
     more = max(0, longest - 18) + max(0, site - 6) + 13 * max(0, len(summary["sites"]) - 4)
-    over_sites = max(0, longest - 12) + 12 if over_sites_tables(summary) else 0
-    return WIDTH + max(more, over_sites)
+    return WIDTH + more
 
 
 def scores_table(summary: Mapping[str, Any], level: str, metric: Metric | None = None) -> Table:
@@ -158,13 +157,13 @@ def _over_sites_table(
     )
     table.add_column("method", no_wrap=True)
     table.add_column("metric", no_wrap=True)
-    for name in ("mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted", "interval"):
+    for name in ("mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted,\ninterval"):
         table.add_column(name, justify="right", no_wrap=True)
     metrics = [m for k, m in enumerate(task.metrics) if k < 2 or not m.in_percent]
     for name, levels_of in of_methods.items():
         for k, metric in enumerate(metrics):
             one = levels_of[unit][metric.name]
-            drawn = one.get("weighted") or dict.fromkeys(("mean", "low", "high"))
+            drawn = one.get("weighted") or dict.fromkeys(("low", "high"))
             table.add_row(
                 _title(summary, name) if k == 0 else "",
                 heading(metric),
@@ -172,7 +171,6 @@ def _over_sites_table(
                 interval(metric, one["low"], one["high"]),
                 _plain(one["wilcoxon_p"]),
                 f"{one['n_higher']} / {one['n_lower']}",
-                signed(metric, drawn["mean"]),
                 interval(metric, drawn["low"], drawn["high"]),
             )
         table.add_section()
