@@ -103,7 +103,8 @@ demo-images: path-without-blank $(READY)
 	@rm -rf $(RUNS)/demo-images/job
 	$(BIN)/fedbn job jobs/cells_fedbn --sites NORTH,EAST,SOUTH,WEST --name demo_images \
 		--set 'task.classes=["organ", "core"]' --set network.args.in_channels=1 \
-		--set rounds=4 --out $(RUNS)/demo-images/job
+		--set rounds=16 --set training.batch_size=8 --set training.local_epochs=1 \
+		--set training.learning_rate=0.005 --out $(RUNS)/demo-images/job
 	FEDBN_DATA="$(abspath $(RUNS))/demo-images/data" $(BIN)/nvflare simulator \
 		$(RUNS)/demo-images/job -n 4 -t 4 -w $(RUNS)/demo-images/workspace
 	@$(BIN)/fedbn results $(RUNS)/demo-images/workspace

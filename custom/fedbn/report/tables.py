@@ -99,7 +99,7 @@ def gain_table(results: Mapping[str, Any]) -> Table:
     return _pair_table(
         results,
         (ALONE, FEDERATED),
-        ("local-only", "federated", "gain"),
+        ("local-\nonly", "federated", "gain"),
         f"what each site gained (policy {experiment['policy']}, {experiment['rounds']} rounds, "
         f"fold {experiment['fold']} of {experiment['n_folds']}, seed {experiment['seed']})",
         "Federated: the last shared weights with the site's own local entries. Local-only: the "
@@ -138,10 +138,15 @@ def _pair_table(
         **LOOK,
         title=_label(results) + title,
         caption=f"{sentence(in_words(metrics))} by held-out {unit}. {caption.format(unit=unit)}"
-        + undefined_sites(results, kinds, metrics),
+        + undefined_sites(results, kinds, metrics)
+        + "".join(
+            f" {site}: {remark}."
+            for site, report in results["sites"].items()
+            for remark in task.remarks(report)
+        ),
     )
-    table.add_column("site")
-    for name in (f"{unit}s", *headings, *(("corrected /\nworsened",) if has_gain else ())):
+    table.add_column("site", overflow="fold")
+    for name in (f"{unit}s", *headings, *(("corrected/\nworsened",) if has_gain else ())):
         table.add_column(name, justify="right")
     for metric in metrics[1:]:
         for name in headings[:2]:

@@ -381,6 +381,14 @@ class Task(BaseModel, ABC):
         """Choose on training units what scores are decided by; facts for the held-out ones."""
         return {}
 
+    def unit_values(self, scores: Scores) -> dict[str, np.ndarray]:
+        """Return each unit's value (n,) of the metrics that are means over units, by their names.
+
+        By default those that the scores have a column of.
+        """
+        names = [metric.name for metric in self.metrics if metric.name in scores.columns]
+        return {name: np.asarray(scores.columns[name], dtype=np.float64) for name in names}
+
     def calibration(self, scores: Scores) -> dict[str, Any] | None:
         """Say how far probabilities are from being so; ``None`` where there are none."""
         return None

@@ -161,6 +161,17 @@ class ClassificationTask(Task):
         own = operating_point.choose_threshold(train.columns["target"], train.columns["p_1"])
         return {THRESHOLD: 0.5, OWN_THRESHOLD: own}
 
+    def unit_values(self, scores: Scores) -> dict[str, np.ndarray]:
+        """Return what accuracies and the Brier score of two classes are means of."""
+        targets = scores.columns["target"]
+        found = {"accuracy": (called(scores) == targets).astype(np.float64)}
+        if len(self.class_names) == 2:
+            found["brier"] = (scores.columns["p_1"] - targets) ** 2
+            if (own := scores.facts.get(OWN_THRESHOLD)) is not None:
+                at_own = (scores.columns["p_1"] >= own) == (targets == 1)
+                found[AT_OWN_THRESHOLD] = at_own.astype(np.float64)
+        return found
+
     def calibration(self, scores: Scores) -> dict[str, Any] | None:
         """See :func:`fedbn.tasks.operating_point.calibration`; of two classes alone."""
         if len(self.class_names) > 2:
