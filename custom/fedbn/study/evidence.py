@@ -19,6 +19,7 @@ from fedbn.models.new_site import STARTS, FinishedRun, buildable, default_start
 from fedbn.study import paired
 from fedbn.study.cache import task_of
 from fedbn.study.records import read_scores
+from fedbn.study.summary import spread
 from fedbn.tasks.base import Metric, Task
 
 FORMAT = "fedbn-unseen-1"
@@ -183,14 +184,10 @@ def _score_record(task: Task, record: Mapping[str, Any]) -> dict[str, _Scored]:
 
 def _spread(of_seeds: Sequence[Sequence[_Scored]]) -> dict[str, dict[str, float]]:
     """Mean over hospitals in each seed, then mean and standard deviation over seeds."""
-    cells = {}
-    for metric in of_seeds[0][0].metrics:
-        values = [statistics.fmean(one.metrics[metric] for one in of_seed) for of_seed in of_seeds]
-        cells[metric] = {
-            "mean": statistics.fmean(values),
-            "sd": statistics.stdev(values) if len(values) > 1 else math.nan,
-        }
-    return cells
+    return {
+        metric: spread(np.array([[o.metrics[metric] for o in of_seed] for of_seed in of_seeds]))
+        for metric in of_seeds[0][0].metrics
+    }
 
 
 def _difference(
