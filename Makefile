@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOB := jobs/abide_fedbn
 
-.PHONY: help install demo demo-images abide abide-all heart cells test lint benchmarks clean \
-	path-without-blank
+.PHONY: help install demo demo-images abide abide-all heart cells cell-types test lint \
+	benchmarks clean path-without-blank
 
 help:
 	@echo "make demo                   install, run the main job on a synthetic cohort, show the gains"
@@ -20,6 +20,7 @@ help:
 	@echo "make abide-all SOURCE='A B' the same at twelve hospitals, from one folder or several"
 	@echo "make heart SOURCE=<folder>  heart disease at four hospitals, from UCI's processed.*.data files"
 	@echo "make cells SOURCE=<folder>  white blood cells of four laboratories"
+	@echo "make cell-types SOURCE=...  kinds of white blood cells in three of them"
 	@echo "make test                   install, run all tests"
 	@echo "make lint                   ruff and mypy"
 	@echo "make benchmarks             print the ratios that the README shows"
@@ -79,13 +80,31 @@ cells: path-without-blank $(READY)
 	$(BIN)/nvflare simulator jobs/cells_fedbn -n 4 -t 4 -w $(RUNS)/cells/workspace
 	@$(BIN)/fedbn results $(RUNS)/cells/workspace
 
+# Kinds of cells in three of the laboratories; stores of their own, since the names are the same.
+TYPES := $(or $(FEDBN_DATA),$(HOME)/fedbn_data)/cell_types
+KINDS := --class-names neutrophil,lymphocyte,monocyte,eosinophil --mismatch drop
+cell-types: path-without-blank $(READY)
+	@test -n "$(SOURCE)" || { echo "fedbn: give SOURCE=<folder with the laboratories>" >&2; exit 1; }
+	@mkdir -p $(RUNS)
+	for site in CellaVision JTSC; do \
+		$(BIN)/python -m data_prep images --images "$(SOURCE)/$$site/image/*" --site $$site $(KINDS) \
+			--classes "$(SOURCE)/classes_jtsc_cellavision.csv" --rows lab=$$site --out "$(TYPES)" \
+			|| exit 1; done
+	tr A-Z a-z < "$(SOURCE)/BCCD/labels_upstream.csv" > $(RUNS)/bccd_classes.csv
+	$(BIN)/python -m data_prep images --images "$(SOURCE)/BCCD/image/*" --site BCCD $(KINDS) \
+		--classes $(RUNS)/bccd_classes.csv --class-column category --out "$(TYPES)"
+	FEDBN_DATA="$(TYPES)" $(BIN)/nvflare simulator jobs/cell_types_fedbn -n 3 -t 3 \
+		-w $(RUNS)/cell_types/workspace
+	@$(BIN)/fedbn results $(RUNS)/cell_types/workspace
+
 # The cells job's task on four made-up scanners.
 demo-images: path-without-blank $(READY)
 	$(BIN)/python -m data_prep synthetic --images --out $(RUNS)/demo-images/data
 	@rm -rf $(RUNS)/demo-images/job
 	$(BIN)/fedbn job jobs/cells_fedbn --sites NORTH,EAST,SOUTH,WEST --name demo_images \
 		--set 'task.classes=["organ", "core"]' --set network.args.in_channels=1 \
-		--set rounds=4 --out $(RUNS)/demo-images/job
+		--set rounds=16 --set training.batch_size=8 --set training.local_epochs=1 \
+		--set training.learning_rate=0.005 --out $(RUNS)/demo-images/job
 	FEDBN_DATA="$(abspath $(RUNS))/demo-images/data" $(BIN)/nvflare simulator \
 		$(RUNS)/demo-images/job -n 4 -t 4 -w $(RUNS)/demo-images/workspace
 	@$(BIN)/fedbn results $(RUNS)/demo-images/workspace

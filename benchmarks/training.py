@@ -109,7 +109,7 @@ def train_as_site(
 ) -> None:
     """Train as a site does in a round."""
     samples = TensorSamples(inputs, targets)
-    loss = ConnectomeTask().loss(settings, samples)
+    loss = ConnectomeTask().criterion(settings, samples)
     train_epochs(model, samples, settings, seed=SEED, loss=loss)
 
 

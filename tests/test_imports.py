@@ -195,7 +195,7 @@ model = ConnectomeMLP(in_features=6)
 samples = TensorSamples(torch.randn(8, 6), torch.arange(8) % 2)
 for name in ("sgd", "adam", "adamw"):
     settings = TrainingSettings(optimizer=name)
-    loss = ConnectomeTask().loss(settings, samples)
+    loss = ConnectomeTask().criterion(settings, samples)
     train_epochs(model, samples, settings, seed=0, loss=loss)
 print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """

@@ -54,6 +54,19 @@ def test_a_run_of_it(job, tmp_path):
     assert north["ill_share_train"] == 0.5
 
 
+@pytest.mark.slow
+def test_a_comparison_of_it(job, tmp_path):
+    data, out = write_signals(tmp_path / "data"), tmp_path / "compared"
+    command(
+        "compare", job, "--data", data, "--methods", "singleset,fedbn,pooled", "--seeds", 1,
+        "--rounds", 2, "--jobs", 1, "--out", out,
+    )  # fmt: skip
+    scores = json.loads((out / "summary.json").read_text())["scores"]
+    assert list(scores) == ["singleset", "fedbn", "pooled"]
+    for of_method in scores.values():
+        assert 0 <= of_method["macro"]["subject"]["accuracy"]["mean"] <= 1
+
+
 def test_settings_of_it_are_checked_like_any_other_s(job):
     content = json.loads(block("json"))
     content["task"]["clases"] = content["task"].pop("classes")

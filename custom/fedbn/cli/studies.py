@@ -142,7 +142,14 @@ def explain(
     permutations: Annotated[
         int, typer.Option(help="How often all is trained again with permuted labels.")
     ] = 3,
-    top: Annotated[int, typer.Option(help="How many inputs count as the strongest.", min=1)] = 50,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="How many inputs count as the strongest. Default: 50, at most a fifth of all.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     draw: Annotated[bool, typer.Option(help="Draw the strongest, on a brain for edges.")] = True,
     changes: Changes = None,
     changes_file: ChangesFile = None,
@@ -160,14 +167,20 @@ def explain(
         experiment = changed_experiment(job, changes, changes_file, ("fold",), _first_fold)
         stores = read_sites(data or default_data_root(), experiment, verify=True)
         explanation.check_out(out)
+        features = experiment.task.feature_names(next(iter(stores.values())))
+        n_top = (
+            explanation.number_of_top(len(features.names), top) if features else explanation.N_TOP
+        )
         with runs_progress() as on_run:
             found = explanation.explain(
                 experiment, stores, n_permutations=permutations, on_run=on_run
             )
-        content = explanation.write_explanation(found, out, top)
+        content = explanation.write_explanation(found, out, n_top)
         noun = found.features.noun
-        sentences = explanation.stability_sentences(content["stability"], top, noun)
-        text = render([feature_table(found, n_top=top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
+        sentences = explanation.stability_sentences(content["stability"], n_top, noun)
+        text = (
+            render([feature_table(found, n_top=n_top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
+        )
         with atomic_write(out / "tables.txt") as file:
             file.write(text.encode())
         if draw:

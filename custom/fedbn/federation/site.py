@@ -322,11 +322,14 @@ class Site:
         Where the experiment says so, batch norm's statistics are recomputed first, and stay.
         """
         if self.experiment.statistics == "recomputed":
-            size = self.experiment.training.batch_size
-            batches = self.task.clean_batches(self.train_samples, size)
-            layers = self.partition.layers
-            recompute_in_batches(self.network, batches, self.task.forward, layers)
+            self.recompute_statistics()
         return self.task.score(self.network, self.test)
+
+    def recompute_statistics(self) -> None:
+        """Replace batch norm's statistics by those of the site's own training samples."""
+        size = self.experiment.training.batch_size
+        batches = self.task.clean_batches(self.train_samples, size)
+        recompute_in_batches(self.network, batches, self.task.forward, self.partition.layers)
 
     def judged(
         self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]

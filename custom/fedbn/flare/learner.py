@@ -167,7 +167,9 @@ class FedBNLearner(ModelLearner):
             if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, OSError)):
                 self.log_exception(self.fl_ctx, "not foreseen, please report it", fire_event=False)
             public = redacted(public, [*self._folders(), *self._private_names()])
-            return FLModel(metrics={}, meta={REPORT: {ERROR: public}})
+            # What the site's data are tells more of a network that does not fit them.
+            known = {} if self._site is None else {"signature": self._site.data.signature()}
+            return FLModel(metrics={}, meta={REPORT: {ERROR: public, **known}})
 
     def _named(self, text: str, error: Exception) -> str:
         """Return one line that says which site it is about."""

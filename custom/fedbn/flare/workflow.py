@@ -246,6 +246,7 @@ class FedBNWorkflow(ModelController):
         for answer in answers.values():
             if not answer.get(ERROR) and not isinstance(answer.get("signature"), dict):
                 answer[ERROR] = "its answer does not say what its store holds"
+        self._check_stores(answers)
         errors = [
             error if repr(self.site_of_client[client]) in error else f"{client}: {error}"
             for client, answer in sorted(answers.items())
@@ -262,17 +263,6 @@ class FedBNWorkflow(ModelController):
             raise RunFailedError(
                 f"preflight: no answer within {self.preflight_seconds} s from {silent}"
             )
-        named = sorted((self.site_of_client[client], client) for client in answers)
-        first_site, first_client = named[0]
-        for site, client in named[1:]:
-            differences = self.experiment.task.differences(
-                answers[first_client]["signature"], answers[client]["signature"]
-            )
-            if differences:
-                raise RunFailedError(
-                    f"preflight failed: the stores of {first_site} and {site} do not fit together: "
-                    + "; ".join(differences)
-                )
         self.site_facts = {
             self.site_of_client[client]: _site_facts(client, answer)
             for client, answer in answers.items()
@@ -280,13 +270,28 @@ class FedBNWorkflow(ModelController):
         for site, facts in sorted(self.site_facts.items()):
             if differences := different_versions(versions(), facts["versions"]):
                 self.warning(f"{site} has other versions: {', '.join(differences)}")
-        self.signature = answers[first_client]["signature"]
+        self.signature = answers[min(answers, key=self.site_of_client.__getitem__)]["signature"]
         for client, answer in answers.items():
             count = (answer.get("facts") or {}).get("n_train_samples")
             self.n_samples[client] = count if isinstance(count, int) and count > 0 else 1
         self.willing = {c for c, answer in answers.items() if answer.get(SHARES_AFFINE) is True}
         self.prepared = set(answers)
-        self.info(f"preflight passed at {', '.join(site for site, _ in named)}")
+        self.info(f"preflight passed at {', '.join(sorted(self.site_facts))}")
+
+    def _check_stores(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse stores that do not fit together, before a site's own error that follows of it."""
+        signatures = sorted(
+            (self.site_of_client[client], answer["signature"])
+            for client, answer in answers.items()
+            if isinstance(answer.get("signature"), dict)
+        )
+        for site, signature in signatures[1:]:
+            first, expected = signatures[0]
+            if differences := self.experiment.task.differences(expected, signature):
+                raise RunFailedError(
+                    f"preflight failed: the stores of {first} and {site} do not fit together: "
+                    + "; ".join(differences)
+                )
 
     def _round(self, number: int, model: FLModel) -> FLModel:
         """Send the shared entries, gather contributions, and return what is made of them."""
@@ -691,7 +696,8 @@ class FedBNWorkflow(ModelController):
             if not report:
                 report = {ERROR: f"{_client(result)} sent an answer that is not fedbn's"}
             if report.get(ERROR):
-                report = {ERROR: redacted(str(report[ERROR]))}
+                error = redacted(str(report[ERROR]))
+                report = {ERROR: error, "signature": report.get("signature")}
             answers[_client(result)] = report
             return ERROR not in report
 

@@ -14,18 +14,21 @@ from fedbn.federation.simulation import Federation, federate, read_sites
 from fedbn.federation.site import TEST
 from fedbn.report import comparison_tables, figures, parts, site_models
 from fedbn.report.html import Page, Picture
-from fedbn.report.panels.base import Folds, Panels
+from fedbn.report.panels.base import Panels
 from fedbn.report.panels.classification import bar
 from fedbn.report.panels.registry import panels_of
+from fedbn.report.tables import shown_metrics
 from fedbn.study.comparison import ComparisonError, read_comparison
 from fedbn.study.methods import method
+from fedbn.study.over_sites import LOCAL_ONLY, MIN_SITES, fitted_line, gains, training_units
 from fedbn.study.plan import Plan, Run
-from fedbn.study.records import FORMAT, read_scores
+from fedbn.study.records import FORMAT
 from fedbn.study.runners import run_federated
-from fedbn.study.summary import MACRO
+from fedbn.study.summary import MACRO, held_out
 from fedbn.tasks.data import SiteData
 
 N_DRAWN = len(figures.COLOURS)
+N_GAINS = 2
 _DRAWN_FIRST = ("fedbn", "fedavg", "singleset", "pooled", "fedavg_threshold", "fedavg_adabn")
 
 
@@ -55,6 +58,7 @@ def comparison_page(folder: Path, data_root: Path | None, on_step: Callable[[str
     _findings(page, summary, panels)
     _scores(page, summary)
     _differences(page, summary, plan)
+    _over_sites(page, summary, plan)
     on_step("drawing the held-out subjects")
     _every_metric(page, summary, plan, records, names, panels)
     runs = {} if data is None else _run_again(plan, data, on_step)
@@ -150,6 +154,55 @@ def _differences(page: Page, summary: Mapping[str, Any], plan: Plan) -> None:
     page.table(comparison_tables.difference_table(summary))
 
 
+def _over_sites(page: Page, summary: Mapping[str, Any], plan: Plan) -> None:
+    """Show what another site would gain, and how that goes with its size."""
+    page.section("With the site as the unit")
+    tables = comparison_tables.over_sites_tables(summary)
+    if not tables:
+        page.absent(
+            f"An interval over sites needs {MIN_SITES} sites and two methods, and a comparison "
+            "that was finished by this version."
+        )
+        return
+    page.text(
+        "The intervals above are for these sites' mean, were their subjects drawn again; these are "
+        "for the mean over sites of which these are a sample. They hold for sites that are scored "
+        "with models trained at all of them."
+    )
+    for table in tables:
+        page.table(table)
+    metrics = shown_metrics(plan.task)
+    n_train = training_units(summary)
+    panels = {}
+    for metric in metrics:
+        of_methods = gains(summary, metric.name)
+        wanted = ("fedbn", summary["reference"], *of_methods)
+        factor = 100 if metric.in_percent else 1
+        panels[metric.title + ", points" * metric.in_percent] = [
+            figures.Gains(
+                _title_of(summary, name),
+                n_train,
+                factor * of_methods[name],
+                fitted_line(n_train, factor * of_methods[name]),
+                k,
+            )
+            for k, name in enumerate(n for n in dict.fromkeys(wanted) if n in of_methods)
+            if k < N_GAINS
+        ]
+    if not all(panels.values()):
+        page.absent(f"Gains by size are over {LOCAL_ONLY}, which is not among the methods.")
+        return
+    unit = plan.task.levels[0]
+    png = figures.gain_by_size(panels, f"training {unit}s of the site", synthetic=page.synthetic)
+    page.text(
+        "One point a site and method: what it gained over training alone, mean over folds and "
+        f"seeds, against its training {unit}s. The line is a least-squares fit over their "
+        f"logarithm, the band its {summary['confidence']:.0%} interval. Sites share models, so "
+        "the points are not independent, and what else goes with size is not taken out."
+    )
+    page.show([Picture("gain_by_size", png, "Each site's gain over training alone by its size.")])
+
+
 def _every_metric(
     page: Page,
     summary: Mapping[str, Any],
@@ -179,26 +232,8 @@ def _every_metric(
     }
     over = "Each subject held out once a seed"
     over += "." if summary["n_seeds"] == 1 else f"; mean over {summary['n_seeds']} seeds."
-    panels.held_out(page, _held_out(plan, records, names), shown, over)
-
-
-def _held_out(
-    plan: Plan, records: Mapping[Run, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, dict[str, Folds]]:
-    """Return the scores of each seed's folds: every unit is held out in one of them."""
-    return {
-        method(name).title: {
-            site: [
-                [
-                    read_scores(records[Run(name, seed, fold)]["sites"][site]["test"])
-                    for fold in range(plan.experiment.n_folds)
-                ]
-                for seed in range(plan.n_seeds)
-            ]
-            for site in plan.experiment.sites
-        }
-        for name in names
-    }
+    scored = {_title_of(summary, name): held_out(plan, records, name) for name in names}
+    panels.held_out(page, scored, shown, over)
 
 
 def _convergence(

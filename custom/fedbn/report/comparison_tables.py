@@ -23,6 +23,7 @@ from fedbn.report.tables import (
 )
 from fedbn.study import paired
 from fedbn.study.cache import task_of
+from fedbn.study.over_sites import MIN_SITES
 from fedbn.study.summary import MACRO
 from fedbn.tasks.base import Metric
 
@@ -41,6 +42,7 @@ def comparison_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = [scores_table(summary, level) for level in levels(summary)]
     if summary["differences"]:
         tables.append(difference_table(summary))
+    tables += over_sites_tables(summary)
     if summary.get(AFTER_TRAINING):
         tables.append(after_training_table(summary))
     if summary.get("convergence"):
@@ -120,6 +122,53 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
                 _plain(one["p"]),
                 _plain(one["p_holm"]) if scope == MACRO else "",
                 _SHORT.get(one["verdict"], one["verdict"]),
+            )
+        table.add_section()
+    return table
+
+
+def over_sites_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """One table a reference, one row a method and metric: differences with the site as the unit."""
+    if len(summary["sites"]) < MIN_SITES:
+        return []
+    return [
+        _over_sites_table(summary, reference, of_methods)
+        for reference, of_methods in summary.get("over_sites", {}).items()
+        if of_methods
+    ]
+
+
+def _over_sites_table(
+    summary: Mapping[str, Any], reference: str, of_methods: Mapping[str, Any]
+) -> Table:
+    task = task_of(summary)
+    unit, percent = task.levels[0], f"{summary['confidence']:.0%}"
+    table = _table(
+        summary,
+        f"difference to {summary['methods'][reference]['title']} by held-out {unit}, with the "
+        f"{len(summary['sites'])} sites as the unit",
+        f"A site's difference is its mean over {summary['n_folds']} folds and {_seeds(summary)}. "
+        f"Interval: {percent}, t over sites, but never surer than over folds: sites share models. "
+        "Signed-rank: p of Wilcoxon's test, not corrected for that. Weighted: every "
+        f"{unit} counts the same, bootstrap of sites and then {unit}s, for metrics that are means "
+        f"over {unit}s. Not adjusted for their number.{_pooled_note(summary)}",
+        ["mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted,\ninterval"],
+        ["method", "metric"],
+        keep=True,
+    )
+    metrics = [m for k, m in enumerate(task.metrics) if k < 2 or not m.in_percent]
+    for name, levels_of in of_methods.items():
+        for k, metric in enumerate(metrics):
+            one = levels_of[unit][metric.name]
+            drawn = one.get("weighted") or dict.fromkeys(("low", "high"))
+            table.add_row(
+                _title(summary, name) if k == 0 else "",
+                heading(metric),
+                signed(metric, one["mean"]),
+                interval(metric, one["low"], one["high"]),
+                _plain(one["wilcoxon_p"]),
+                f"{one['n_higher']} / {one['n_lower']}",
+                interval(metric, drawn["low"], drawn["high"]),
             )
         table.add_section()
     return table

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedbn.report.tables import SYNTHETIC
+from fedbn.study.over_sites import Line
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -132,6 +133,66 @@ def forest(title: str, bars: Sequence[Bar], axis: str, *, synthetic: bool) -> by
             handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
         ]
     )
+    return drawing.png()
+
+
+@dataclass(frozen=True)
+class Gains:
+    """A method's gain over training alone by site, with the line that was fitted to it."""
+
+    name: str
+    n_train: np.ndarray
+    gain: np.ndarray
+    line: Line | None
+    colour: int = 0
+
+
+def gain_by_size(
+    panels: Mapping[str, Sequence[Gains]], axis: str, *, synthetic: bool, width: float = WIDTH
+) -> bytes:
+    """Draw each site's gain over its training units, one panel a metric; see :func:`fitted_line`.
+
+    Parameters
+    ----------
+    panels
+        Metric, with its unit, to one entry a method.
+    axis
+        What the training units are called.
+    synthetic
+        Whether the subjects are made up.
+    width
+        In inches.
+    """
+    drawing = Drawing(2.7 * len(panels) + 0.5, synthetic=synthetic, width=width, rows=len(panels))
+    for axes, (metric, methods) in zip(drawing.axes[:, 0], panels.items(), strict=True):
+        axes.axhline(0, color="black", linewidth=1)
+        for one in methods:
+            colour = COLOURS[one.colour]
+            if one.line is not None:
+                axes.fill_between(
+                    one.line.x, one.line.low, one.line.high, color=colour, alpha=0.15, linewidth=0
+                )
+                axes.plot(one.line.x, one.line.y, color=colour, linestyle=LINES[one.colour])
+            axes.plot(
+                one.n_train, one.gain, MARKERS[one.colour], color=colour, markersize=6, alpha=0.85
+            )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel(f"gain in {metric}", fontsize=9)
+        axes.grid(color="#e4e8ec")
+        axes.set_axisbelow(True)
+    drawing.axes[0, 0].set_title("gain over training alone, by site", fontsize=10, loc="left")
+    drawing.axes[-1, 0].set_xlabel(axis, fontsize=9)
+    handles = [
+        handle(
+            marker=MARKERS[one.colour],
+            linestyle=LINES[one.colour],
+            color=COLOURS[one.colour],
+            label=one.name,
+        )
+        for one in next(iter(panels.values()))
+    ]
+    drawing.legend(handles)
     return drawing.png()
 
 

@@ -52,7 +52,7 @@ def new_table(
     """
     table = Table(**LOOK, title=f"{SYNTHETIC if synthetic else ''}{title}", caption=caption)
     for name in left:
-        table.add_column(name, no_wrap=keep)
+        table.add_column(name, no_wrap=keep, overflow="fold")
     for name in right:
         table.add_column(name, justify="right", no_wrap=keep)
     return table
@@ -142,7 +142,7 @@ def gain_table(results: Mapping[str, Any]) -> Table:
     return _pair_table(
         results,
         (ALONE, FEDERATED),
-        ("local-only", "federated", "gain"),
+        ("local-\nonly", "federated", "gain"),
         f"what each site gained (policy {experiment['policy']}, {experiment['rounds']} rounds, "
         f"fold {experiment['fold']} of {experiment['n_folds']}, seed {experiment['seed']})",
         "Federated: the last shared weights with the site's own local entries. Local-only: the "
@@ -177,12 +177,17 @@ def _pair_table(
     task = task_of(results)
     unit, metrics = task.levels[0], shown_metrics(task)
     has_gain = kinds[0] == ALONE
-    moved_head = ["corrected /\nworsened"] if has_gain else []
+    moved_head = ["corrected/\nworsened"] if has_gain else []
     pairs = [f"{heading(metric)}\n{name}" for metric in metrics[1:] for name in headings[:2]]
     table = new_table(
         title,
         f"{sentence(in_words(metrics))} by held-out {unit}. {caption.format(unit=unit)}"
-        + undefined_sites(results, kinds, metrics),
+        + undefined_sites(results, kinds, metrics)
+        + "".join(
+            f" {site}: {remark}."
+            for site, report in results["sites"].items()
+            for remark in task.remarks(report)
+        ),
         synthetic=results.get("synthetic", False),
         left=["site"],
         right=[f"{unit}s", *headings, *moved_head, *pairs],

@@ -167,8 +167,7 @@ def _score_record(task: Task, record: Mapping[str, Any]) -> dict[str, _Scored]:
         scores = read_scores(kept)
         measured = task.measure(scores)[task.levels[0]]
         metrics = {metric.name: measured[metric.name] for metric in task.metrics[:N_METRICS]}
-        of_units = task.per_unit(scores)
-        of_units = np.empty(0) if of_units is None else of_units
+        of_units = task.unit_values(scores).get(task.metrics[0].name, np.empty(0))
         scored[name] = _Scored(metrics, of_units, len(scores.units))
     others = [found for name, found in scored.items() if name.startswith(OTHER_SITE)]
     headline = task.metrics[0]

@@ -63,6 +63,21 @@ class FeatureWeights:
     separation: np.ndarray
 
 
+def number_of_top(n_features: int, asked: int | None = None) -> int:
+    """Return how many inputs count as the strongest: :data:`N_TOP`, at most a fifth of all.
+
+    Raises
+    ------
+    ExplanationError
+        If as many are asked for as there are: then all folds agree.
+    """
+    if asked is not None and asked >= n_features:
+        raise ExplanationError(
+            f"top is {asked}, but there are {n_features} inputs; give a smaller number"
+        )
+    return asked or max(1, min(N_TOP, n_features // 5))
+
+
 def features_of(site: Site) -> Features:
     """Name the inputs of a site's network.
 

@@ -60,8 +60,11 @@ def adapted(federation: Federation, experiment: Experiment) -> dict[str, Outcome
     outcomes = {}
     for name in federation.sites:
         site = federation.load(name)
-        inputs = table(site, "recomputed statistics").inputs
-        recompute_statistics(site.network, inputs, site.partition.layers)
+        if isinstance(site.train_samples, TensorSamples):  # as one batch, exact for every layer
+            inputs = site.train_samples.inputs
+            recompute_statistics(site.network, inputs, site.partition.layers)
+        else:
+            site.recompute_statistics()
         outcomes[name] = outcome(site)
     return outcomes
 
@@ -196,8 +199,8 @@ def run_pooled(experiment: Experiment, data: Mapping[str, SiteData]) -> dict[str
 
 def outcome(site: Site) -> Outcome:
     """Score a site's held-out and training units with its network as it stands."""
-    score = site.task.score
-    return _decided(site, score(site.network, site.test), score(site.network, site.train_samples))
+    test = site.score()
+    return _decided(site, test, site.task.score(site.network, site.train_samples))
 
 
 def _decided(site: Site, test: Scores, train: Scores) -> Outcome:

@@ -13,9 +13,10 @@ import numpy as np
 from fedbn.federation.results import AFTER_TRAINING, without_nan
 from fedbn.study import paired
 from fedbn.study.methods import method
+from fedbn.study.over_sites import summarise_over_sites
 from fedbn.study.plan import Plan, Run
 from fedbn.study.records import read_scores
-from fedbn.tasks.base import Scores
+from fedbn.tasks.base import Scores, Task
 
 MACRO, WEIGHTED = "macro", "weighted"
 
@@ -42,6 +43,7 @@ def summarise(
         federated methods the same as ``"scores"``, for the sites' networks after their last
         local epochs.
         ``"convergence"``: see :func:`convergence`. ``"choices"``: see :func:`choices`.
+        ``"over_sites"``: see :mod:`fedbn.study.over_sites`.
     """
     sites = list(plan.experiment.sites)
     table = _Table(plan, [row for row in rows if row["when"] != AFTER_TRAINING])
@@ -54,6 +56,7 @@ def summarise(
         name: {scope: _cells(table, name, scope) for scope in (*sites, MACRO, WEIGHTED)}
         for name in plan.methods
     }
+    kept = {name: held_out(plan, records, name) for name in plan.methods}
     others = [name for name in plan.methods if name != plan.reference]
     differences = {
         name: {
@@ -89,6 +92,14 @@ def summarise(
             "test_to_train": ratio,
             "scores": scores,
             "differences": differences,
+            "over_sites": summarise_over_sites(
+                plan.task,
+                plan.methods,
+                plan.reference,
+                lambda name, column: np.stack([table.values(name, s, column) for s in sites]),
+                {name: list(of.values()) for name, of in kept.items()},
+                ratio[MACRO],
+            ),
             AFTER_TRAINING: {
                 name: {scope: _cells(table_after, name, scope) for scope in (*sites, MACRO)}
                 for name in plan.methods
@@ -96,12 +107,28 @@ def summarise(
             },
             "convergence": convergence(plan, records, ratio[MACRO]),
             "calibration": {
-                name: {site: _calibration(plan, records, name, site) for site in sites}
-                for name in plan.methods
+                name: {site: _calibration(plan.task, of_site) for site, of_site in of.items()}
+                for name, of in kept.items()
             },
             "choices": choices(records),
         }
     )
+
+
+def held_out(
+    plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str
+) -> dict[str, list[list[Scores]]]:
+    """Return a method's held-out scores: site, then seed and fold; each unit is in one fold."""
+    return {
+        site: [
+            [
+                read_scores(records[Run(name, seed, fold)]["sites"][site]["test"])
+                for fold in range(plan.experiment.n_folds)
+            ]
+            for seed in range(plan.n_seeds)
+        ]
+        for site in plan.experiment.sites
+    }
 
 
 def choices(records: Mapping[Run, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -210,17 +237,11 @@ def _differences(
     return found
 
 
-def _calibration(
-    plan: Plan, records: Mapping[Run, Mapping[str, Any]], name: str, site: str
-) -> dict[str, Any] | None:
+def _calibration(task: Task, of_seeds: Sequence[Sequence[Scores]]) -> dict[str, Any] | None:
     """Calibration over all held-out units of a seed, then the mean over seeds."""
     of_seed = []
-    for seed in range(plan.n_seeds):
-        tests = [
-            read_scores(records[Run(name, seed, fold)]["sites"][site]["test"])
-            for fold in range(plan.experiment.n_folds)
-        ]
-        found = plan.task.calibration(joined(tests))
+    for tests in of_seeds:
+        found = task.calibration(joined(tests))
         if found is None:
             return None
         of_seed.append(found)

@@ -373,13 +373,17 @@ class Task(BaseModel, ABC):
     def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
         """Count units that are ``"corrected"`` or ``"lost"`` from one to the other, of ``"n"``."""
 
-    def per_unit(self, scores: Scores) -> np.ndarray | None:
-        """Return the headline metric of each unit, float64 (n,), where it is their mean."""
-        return None
-
     def decisions(self, train: Scores) -> dict[str, float]:
         """Choose on training units what scores are decided by; facts for the held-out ones."""
         return {}
+
+    def unit_values(self, scores: Scores) -> dict[str, np.ndarray]:
+        """Return each unit's value (n,) of the metrics that are means over units, by their names.
+
+        By default those that the scores have a column of.
+        """
+        names = [metric.name for metric in self.metrics if metric.name in scores.columns]
+        return {name: np.asarray(scores.columns[name], dtype=np.float64) for name in names}
 
     def calibration(self, scores: Scores) -> dict[str, Any] | None:
         """Say how far probabilities are from being so; ``None`` where there are none."""

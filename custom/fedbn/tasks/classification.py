@@ -149,17 +149,23 @@ class ClassificationTask(Task):
             "n": len(scores.units),
         }
 
-    def per_unit(self, scores: Scores) -> np.ndarray:
-        """Return 1 for each unit that is called right, else 0."""
-        right: np.ndarray = (called(scores) == scores.columns["target"]).astype(np.float64)
-        return right
-
     def decisions(self, train: Scores) -> dict[str, float]:
         """Return the threshold, and the best one on the training units; none for many classes."""
         if len(self.class_names) > 2:
             return {}
         own = operating_point.choose_threshold(train.columns["target"], train.columns["p_1"])
         return {THRESHOLD: 0.5, OWN_THRESHOLD: own}
+
+    def unit_values(self, scores: Scores) -> dict[str, np.ndarray]:
+        """Return what accuracies and the Brier score of two classes are means of."""
+        targets = scores.columns["target"]
+        found = {"accuracy": (called(scores) == targets).astype(np.float64)}
+        if len(self.class_names) == 2:
+            found["brier"] = (scores.columns["p_1"] - targets) ** 2
+            if (own := scores.facts.get(OWN_THRESHOLD)) is not None:
+                at_own = (scores.columns["p_1"] >= own) == (targets == 1)
+                found[AT_OWN_THRESHOLD] = at_own.astype(np.float64)
+        return found
 
     def calibration(self, scores: Scores) -> dict[str, Any] | None:
         """See :func:`fedbn.tasks.operating_point.calibration`; of two classes alone."""

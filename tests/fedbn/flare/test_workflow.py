@@ -149,14 +149,31 @@ def test_a_site_whose_process_ends_in_the_preflight_is_not_said_to_be_slow(make_
     ]
 
 
+@pytest.mark.parametrize("n_rois", [12, 13])
+@pytest.mark.parametrize("site", ["NYU", "USM"])
 def test_stores_that_do_not_fit_end_the_job_with_the_difference(
-    make_workflow, write_store, data_root
+    make_workflow, write_store, data_root, site, n_rois
 ):
-    write_store(data_root / "USM", "USM", atlas="another atlas")
+    """The atlas is named, even where the network does not take its number of edges."""
+    write_store(data_root / site, site, atlas="another atlas", n_rois=n_rois)
     workflow = make_workflow()
+    write_store(data_root / site, site, atlas="another atlas", n_rois=n_rois)
     workflow.run()
     (panic,) = panics(workflow)
-    assert re.search("stores of NYU and USM do not fit together: .*twelve.*another", panic)
+    atlases = {"twelve regions", "another atlas"}
+    other = "UM" if site == "NYU" else "USM"
+    found = re.search(
+        f"stores of NYU and {other} do not fit together: atlas: (.*?) and ([^;]*)", panic
+    )
+    assert set(found.groups()) == atlases
+
+
+def test_a_network_that_fits_no_site_is_told_as_that(make_workflow):
+    workflow = make_workflow(network={"args": {"in_features": 65, "hidden": [8]}})
+    workflow.run()
+    (panic,) = panics(workflow)
+    assert "site 'NYU': network ConnectomeMLP cannot take the store's samples of 66 edges" in panic
+    assert "do not fit together" not in panic
 
 
 def test_a_run_that_falls_below_its_quorum_midway_tells_of_its_rounds(make_workflow):

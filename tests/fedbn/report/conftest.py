@@ -104,6 +104,11 @@ def make_comparison(out, settings, root, methods):
 
 
 @pytest.fixture(scope="session")
+def compare_methods():
+    return make_comparison
+
+
+@pytest.fixture(scope="session")
 def compared(tmp_path_factory, settings, stores_root):
     """A finished comparison of three methods at two sites."""
     out = tmp_path_factory.mktemp("report") / "comparison"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from data_prep.table_store import write_table_store
 from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.report.tables import gain_table, metrics_table, render, run_tables
 from fedbn.report.writing import write_report
@@ -50,6 +51,21 @@ def test_a_run_of_any_number_of_classes_has_its_page(table, tmp_path, read_page)
     assert any(name.startswith(TWO_ONLY) for name in files) == (n_classes == 2)
     shown = "recall of worse" if n_classes == 3 else "sens."
     assert shown in " ".join(render([metrics_table(results)], 200).split())
+
+
+def test_names_are_shown_whole_and_what_a_site_lacks_is_said(tmp_path):
+    sites = ("Switzerland", "Cleveland")
+    write_tables(tmp_path, sites, n=30)
+    rows = [[k % 9, "abc"[k % 3], k % 2] for k in range(30)]
+    write_table_store(tmp_path / "Cleveland", ("age", "stage", "outcome"), rows)
+    settings = table_experiment(2, sites=sites, rounds=1)
+    results = run_federation(settings, read_sites(tmp_path, settings)).report
+    text = render([gain_table(results)])
+    assert " Switzerland " in text
+    assert "…" not in text
+    said = " ".join(text.split())
+    assert "Cleveland: columns without values: pressure." in said
+    assert "Switzerland: columns" not in said
 
 
 def test_a_site_without_a_class_is_named_below_the_means(tmp_path):

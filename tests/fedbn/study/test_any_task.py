@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedbn.__main__ import app
 from fedbn.federation.simulation import read_sites
 from fedbn.report.comparison_tables import comparison_tables, metrics_table, width
 from fedbn.report.explanation_tables import feature_table
@@ -131,6 +133,20 @@ def test_a_tables_columns_are_explained(tables, tmp_path):
     text = render([feature_table(found, n=3)], 150)
     assert "the 3 features that weigh most" in text
     assert "log odds of ill" in text
+
+
+def test_the_command_explains_a_table_of_few_columns(tables, tmp_path, write_experiment):
+    write_experiment(tmp_path / "job" / "app" / "config", experiment_of(2, rounds=1))
+    job, out = str(tmp_path / "job"), str(tmp_path / "out")
+    arguments = ["explain", job, "--data", str(tables[2]), "--out", out, "--permutations", "1"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "explanation.json").read_text())["n_top"] == 1
+    done = CliRunner().invoke(app, [*arguments, "--top", "5"])
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "fedbn: top is 5, but there are 5 inputs; give a smaller number\n",
+    )
 
 
 def test_labels_of_a_table_are_dealt_out_by_participant(tables):

@@ -28,6 +28,7 @@ from fedbn.study.explanation import (
     feature_weights,
     features_csv,
     in_every_fold,
+    number_of_top,
     overlap,
     rank_correlation,
     stability,
@@ -220,6 +221,20 @@ def test_the_chance_overlap_is_that_of_random_sets():
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((60, 400))
     assert overlap(weights, 40) == pytest.approx(chance_overlap(400, 40), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("n_features", "asked", "expected"),
+    [(6105, None, 50), (6105, 80, 80), (25, None, 5), (25, 24, 24), (3, None, 1), (3, 2, 2)],
+)
+def test_the_strongest_are_a_small_part_of_all(n_features, asked, expected):
+    assert number_of_top(n_features, asked) == expected
+    assert chance_overlap(n_features, expected) < 1
+
+
+def test_all_inputs_cannot_be_the_strongest():
+    with pytest.raises(ExplanationError, match="top is 25, but there are 25 inputs; give a small"):
+        number_of_top(25, 25)
 
 
 def test_a_sentence_says_not_above_where_it_is_not():

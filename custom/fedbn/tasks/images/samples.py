@@ -340,11 +340,15 @@ class ImageSamples:
                 yield self._batch([place for place, _ in places], items)
         except DataError as error:  # of a loader process it has the traceback in it
             last = str(error).splitlines()[-1]
+            unnamed = f"site {self.site!r}: an image cannot be used; the site's own log names it"
+            public = error.public if error.public != str(error) else unnamed
+            raise DataError(last.partition("StoreError: ")[2] or last, public) from error
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
             raise DataError(
-                last.partition("StoreError: ")[2] or last,
-                error.public
-                if error.public != str(error)
-                else f"site {self.site!r}: an image cannot be used; the site's own log names it",
+                f"site {self.site!r}: a loader process ended, for want of memory or of "
+                "shared memory (/dev/shm); lower workers in the site's settings, 0 takes none"
             ) from error
 
     def _batch(self, places: list[int], items: list[list[dict[str, Any]]]) -> ImageBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -129,3 +131,12 @@ def test_a_damaged_image_is_named_here_and_not_outside(sites, workers):
     assert "_gone" not in found.value.public
     assert found.value.public.startswith("site 'NORTH': an image cannot be used")
     assert "\n" not in str(found.value)
+
+
+def test_a_loader_process_that_ends_is_one_sentence(sites, monkeypatch):
+    import fedbn.tasks.images.samples as module
+
+    samples = samples_of(sites, Loading(workers=1))
+    monkeypatch.setattr(module, "prepared_item", lambda *_: os._exit(1))
+    with pytest.raises(DataError, match=r"'NORTH': a loader process ended.*lower workers"):
+        list(samples.batches(4, 0))

@@ -269,3 +269,20 @@ def test_bf16_is_the_site_s_choice_and_gives_float32(sites):
     assert outputs.dtype == torch.float32
     assert "amp" not in experiment.model_dump_json()
     assert not torch.equal(outputs, site.network(batch.inputs))
+
+
+def test_a_study_scores_as_a_run_does_and_pools_sites(sites):
+    from fedbn.study.methods import METHODS
+
+    experiment, data = sites(scores=["dice"])
+    experiment = experiment.changed(compare_with_alone=False)
+    report = run_federation(experiment, data).report["sites"]
+    for name in ("fedbn", "fedavg_adabn", "pooled"):
+        method = METHODS[name]
+        outcomes = method.run(method.experiment(experiment), data)
+        for site, found in outcomes.items():
+            scores = found.test if hasattr(found, "test") else found
+            dice = experiment.task.measure(scores)["subject"]["dice"]
+            assert 0 <= dice <= 1
+            if name == "fedbn":
+                assert dice == report[site]["federated"]["subject"]["dice"]
