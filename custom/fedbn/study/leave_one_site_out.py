@@ -141,8 +141,8 @@ def _experiment_of(federation: Federation) -> Experiment:
 
 
 def _tuned(network: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what is trained on with labels: all entries, and the head where there is one."""
-    tuned = [(FINETUNED_ENTRIES[0], tuple(network.state_dict()))]
+    """Return what is trained on with labels: all weights, and the head where there is one."""
+    tuned = [(FINETUNED_ENTRIES[0], tuple(name for name, _ in network.named_parameters()))]
     with contextlib.suppress(NoHeadError):
         tuned.append((FINETUNED_ENTRIES[1], head_entries(network)))
     return tuned
