@@ -215,12 +215,15 @@ def _packages(_: _Patient) -> Findings:
 
 
 def _kit(patient: _Patient) -> Findings:
+    from fedbn.flare.simulator import check_path
     from fedbn.flare.startup_kit import StartupKitError, read_startup_kit
 
     assert patient.kit_folder is not None
     try:
         patient.kit = kit = read_startup_kit(patient.kit_folder)
-    except StartupKitError as error:
+        check_path(kit.folder.absolute(), "the kit")
+        check_path(Path(sys.executable), "this Python")
+    except (StartupKitError, ValueError) as error:
         yield Finding(FAILED, "startup kit", str(error))
         return
     where = ", ".join(f"{server.host}:{server.port}" for server in kit.servers)

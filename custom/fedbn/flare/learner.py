@@ -46,7 +46,7 @@ from fedbn.federation.results import (
     without_nan,
 )
 from fedbn.federation.results import ALONE as ALONE_SCORES
-from fedbn.federation.resume import CONTINUED_FROM, check_not_stale, seed_state
+from fedbn.federation.resume import CONTINUED_FROM, SIMULATOR_JOB, check_not_stale, seed_state
 from fedbn.federation.site import OF_THE_SITE_ALONE, VALIDATION, Preparation, Site, make_network
 from fedbn.federation.site_settings import SiteSettings
 from fedbn.federation.site_state import SiteState, SiteStateError, network_fingerprint
@@ -77,6 +77,9 @@ from fedbn.tasks.loading import Loading
 
 CACHE_FOLDER = "fedbn_images"
 """Folder of a client's workspace for prepared images, by site."""
+
+
+_DELETED = "; FLARE deletes a simulator's workspace when another one is started in it"
 
 
 class TaskAbortedError(RuntimeError):
@@ -322,6 +325,8 @@ class FedBNLearner(ModelLearner):
             raise SiteStateError(
                 f"site {state.site!r}: its batch norm of this job is missing in {state.folder}; "
                 "restore the folder or start a new job (a new batch norm is not used silently)"
+                + _DELETED
+                * (self.job_id == SIMULATOR_JOB)
             )
         self._prepare(model)
         return accepted

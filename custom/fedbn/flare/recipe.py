@@ -25,7 +25,9 @@ from nvflare.app_common.widgets.convert_to_fed_event import ConvertToFedEvent
 from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 from nvflare.app_opt.tracking.tb.tb_writer import TBWriter
 from nvflare.job_config.api import FedJob
-from nvflare.recipe.spec import Recipe
+from nvflare.recipe.run import Run
+from nvflare.recipe.sim_env import SimEnv
+from nvflare.recipe.spec import ExecEnv, Recipe
 
 from data_prep.files import write_json
 from fedbn.federation.experiment import (
@@ -37,6 +39,7 @@ from fedbn.federation.job_folder import check_job_name
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.flare.simulator import keeping
 from fedbn.flare.workflow import FedBNWorkflow
 
 TASKS = ["train", "validate", "submit_model"]
@@ -123,6 +126,13 @@ class FedBNRecipe(Recipe):
         self._files = tempfile.TemporaryDirectory(prefix="fedbn-recipe-")
         self._add_files(job, name)
         super().__init__(job)
+
+    def run(self, env: ExecEnv, *arguments: Any, **more: Any) -> Run:
+        """Run the job; a simulator workspace that is in use is refused before FLARE deletes it."""
+        if isinstance(env, SimEnv):
+            with keeping(Path(env.workspace_root) / self._job.name):
+                pass
+        return super().run(env, *arguments, **more)
 
     def finalize(self) -> None:
         """Write the curves for TensorBoard once: here, or by a receiver that was added for it."""

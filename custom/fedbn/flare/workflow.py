@@ -5,11 +5,13 @@ FLARE's own ``FedAvg`` has neither: with it a dead client makes the job wait for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ from fedbn.flare.job import (
 )
 from fedbn.flare.new_sites import SEND_AFFINE, SHARES_AFFINE
 from fedbn.flare.persistor import SharedModelPersistor
+from fedbn.flare.simulator import WorkspaceError, keeping
 from fedbn.models.new_site import MIN_WILLING_SITES
 from fedbn.report.tables import render, run_tables
 
@@ -153,8 +156,9 @@ class FedBNWorkflow(ModelController):
         why it has ended.
         """
         try:
-            self._run()
-        except (RunFailedError, FileError) as error:
+            with self._keeping_workspace():
+                self._run()
+        except (RunFailedError, FileError, WorkspaceError) as error:
             self._write_early_end("failed", str(error))
             self.panic(str(error))
         except Exception as error:
@@ -166,6 +170,12 @@ class FedBNWorkflow(ModelController):
                     "aborted",
                     "the job was aborted: by a person, or by FLARE because a process of it ended",
                 )
+
+    def _keeping_workspace(self) -> AbstractContextManager[None]:
+        """Hold the simulator's workspace, which FLARE deletes when another one starts in it."""
+        if self.fl_ctx.get_job_id() != SIMULATOR_JOB:
+            return contextlib.nullcontext()
+        return keeping(Path(self.engine.get_workspace().get_root_dir()).parent)
 
     def _run(self) -> None:
         if not isinstance(self.persistor, SharedModelPersistor):
