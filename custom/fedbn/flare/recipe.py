@@ -27,13 +27,13 @@ from nvflare.app_opt.tracking.tb.tb_writer import TBWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
+from data_prep.files import write_json
 from fedbn.federation.experiment import (
     EXPERIMENT_FILE,
     Experiment,
     read_experiment,
 )
 from fedbn.federation.job_folder import check_job_name
-from fedbn.federation.site_state import write_json
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
