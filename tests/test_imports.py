@@ -27,6 +27,9 @@ ROOMS = {
 }
 """Room to the rooms that it may import beside itself."""
 
+OF_PREPARATION = {"tasks": ("data_prep",), "cli": ("data_prep.files", "data_prep.terminal")}
+"""Room to what it may import of data preparation; every other room its files alone."""
+
 HEAVY = (
     "nilearn",
     "matplotlib",
@@ -97,6 +100,10 @@ def wrong_imports(path):
     room, names = room_of(module_name(path)), imported(path)
     allowed = {"", room, *ROOMS[room]}
     rooms = {name for name in names if room_of(name) in ROOMS and room_of(name) not in allowed}
+    prepared = OF_PREPARATION.get(room, ("data_prep.files",))
+    for name in takes(names, "data_prep"):
+        if not any(takes([name], package) for package in prepared):
+            rooms.add(name)
     return sorted(rooms | (set(takes(names, "nvflare")) if room != "flare" else set()))
 
 
@@ -115,8 +122,12 @@ def test_an_import_that_points_upwards_is_seen(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "FEDBN", tmp_path / "fedbn")
     file = tmp_path / "fedbn" / "core" / "training.py"
     file.parent.mkdir(parents=True)
-    file.write_text("def late():\n    from ..federation import site\n    import nvflare.apis\n")
-    assert wrong_imports(file) == ["fedbn.federation", "fedbn.federation.site", "nvflare.apis"]
+    file.write_text(
+        "from data_prep.files import lock\nimport data_prep.site_store\n"
+        "def late():\n    from ..federation import site\n    import nvflare.apis\n"
+    )
+    rooms = ["fedbn.federation", "fedbn.federation.site", "nvflare.apis"]
+    assert wrong_imports(file) == ["data_prep.site_store", *rooms]
 
 
 def test_no_module_imports_itself_round_a_circle():

@@ -97,7 +97,7 @@ def test_a_killed_run_leaves_nothing_half_written_and_the_next_one_is_undisturbe
     assert not run.run_folder.joinpath("results.json").exists()
 
     run.run("-n", "2").succeeded()
-    assert not [path for path in run.workspace.rglob("*.tmp") if "fedbn_sites" in str(path)]
+    assert not [path for path in run.workspace.rglob("*.partial") if "fedbn_sites" in str(path)]
     assert_equals_in_process(run, in_process(run))
 
 

@@ -22,6 +22,7 @@ from nvflare.lighter.utils import (
 )
 
 from data_prep.connectome import correlation_connectomes
+from data_prep.files import write_json
 from data_prep.site_store import Participant, write_site_store
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import run_report, site_report
@@ -31,7 +32,6 @@ from fedbn.federation.site_state import (
     SiteState,
     network_fingerprint,
     save_checkpoint,
-    write_json,
 )
 from fedbn.models.bundle import export_bundle
 from fedbn.models.site_model import find_kept_model, site_facts

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from data_prep.site_store import default_data_root
 from fedbn.cli.common import app, one_sentence, progress_bar, screen
+from fedbn.tasks.data import default_data_root
 
 SiteData = Annotated[
     Path | None,

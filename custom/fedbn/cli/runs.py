@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from data_prep.site_store import default_data_root
+from data_prep.files import write_json
 from fedbn.cli.common import (
     Changes,
     ChangesFile,
@@ -22,7 +22,7 @@ from fedbn.cli.common import (
     screen,
 )
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.site_state import write_json
+from fedbn.tasks.data import default_data_root
 
 
 @app.command(cls=ExperimentCommand)

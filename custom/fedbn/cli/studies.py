@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from data_prep.site_store import default_data_root
+from data_prep.files import atomic_file, write_json, write_text
 from fedbn.cli.common import (
     Changes,
     ChangesFile,
@@ -21,7 +21,7 @@ from fedbn.cli.common import (
     runs_progress,
 )
 from fedbn.federation.experiment import Experiment
-from fedbn.federation.site_state import atomic_write, write_json
+from fedbn.tasks.data import default_data_root
 
 DECIDED = ("fold", "seed", "policy", "algorithm", "finetune")
 """Fields that methods, seeds and folds decide."""
@@ -91,8 +91,7 @@ def compare(
         tables = comparison_tables(summary)
         sentences = difference_sentences(summary)
         text = render(tables, width=width(summary)) + "\n" + "\n".join(sentences) + "\n"
-        with atomic_write(out / "tables.txt") as file:
-            file.write(text.encode())
+        write_text(out / "tables.txt", text)
         store = None if track is None else tracking.track(out)
         typer.echo(text, nl=False)
         if store is not None:
@@ -126,8 +125,7 @@ def unseen(
                 experiment, data or default_data_root(), out, n_seeds=seeds, on_run=on_run
             )
         text = render(unseen_tables(summary), width=width(summary))
-        with atomic_write(out / "tables.txt") as file:
-            file.write(text.encode())
+        write_text(out / "tables.txt", text)
         typer.echo(text, nl=False)
         typer.echo(f"evidence for `fedbn adapt --evidence`: {out / SUMMARY_FILE}")
 
@@ -181,11 +179,10 @@ def explain(
         text = (
             render([feature_table(found, n_top=n_top)], WIDTH) + "\n" + "\n".join(sentences) + "\n"
         )
-        with atomic_write(out / "tables.txt") as file:
-            file.write(text.encode())
+        write_text(out / "tables.txt", text)
         if draw:
             for picture in pictures(found):
-                with atomic_write(out / f"{picture.name}.png") as file:
+                with atomic_file(out / f"{picture.name}.png") as file:
                     file.write(picture.png)
         typer.echo(text, nl=False)
         typer.echo(f"all {noun}s: {explanation.features_file(found, out)}")
@@ -221,10 +218,9 @@ def theory(
             lambda step: typer.echo(f"{step} ...", err=True),
         )
         text = render(theory_tables(found), width=TABLE_WIDTH)
-        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "theory.json", found)
         for name, content in {"tables.txt": text.encode(), **pictures(found)}.items():
-            with atomic_write(out / name) as file:
+            with atomic_file(out / name) as file:
                 file.write(content)
         typer.echo(text, nl=False)
         typer.echo(f"numbers and three pictures: {out}")

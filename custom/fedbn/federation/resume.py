@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.files import write_json
 from fedbn.federation.experiment import (
     ContinuesSettings,
     Experiment,
@@ -24,13 +25,7 @@ from fedbn.federation.experiment import (
 from fedbn.federation.job_folder import new_job_folder, write_experiment
 from fedbn.federation.run_folder import SAVED_FILE, only_file
 from fedbn.federation.site import Preparation
-from fedbn.federation.site_state import (
-    SHARED_WEIGHTS,
-    SiteState,
-    SiteStateError,
-    load_checkpoint,
-    write_json,
-)
+from fedbn.federation.site_state import SHARED_WEIGHTS, SiteState, SiteStateError, load_checkpoint
 from fedbn.tasks.data import SiteData
 
 INITIAL_WEIGHTS = "initial_weights.pt"

@@ -8,26 +8,20 @@ that a half-written, corrupted or foreign file is an error with a name and never
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
-import os
-import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
+from data_prep.files import atomic_file
 from fedbn.core.normalization import bits
 from fedbn.tasks.base import Scores
-
-if sys.platform != "win32":
-    import fcntl
 
 FORMAT = "fedbn-checkpoint-1"
 SHARED_WEIGHTS = "shared weights"
@@ -44,54 +38,6 @@ class SiteStateError(RuntimeError):
     """A state file that is missing, damaged, or not this job's; the message names the file."""
 
 
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that appears under its name only when it is complete and on the disk.
-
-    What a killed process has left half-written under a temporary name is removed.
-
-    Raises
-    ------
-    SiteStateError
-        If it cannot be written (full disk, read-only folder); an older file stays as it was.
-    """
-    temporary: str | None = None
-    if path.parent.exists() and not path.parent.is_dir():
-        raise SiteStateError(
-            f"cannot write {path.name}: {path.parent} is a file; name a folder in its place"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
-        )
-        with os.fdopen(handle, "wb") as file:
-            _lock(file)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)  # noqa: PTH105 - the atomic call, by its POSIX name
-        temporary = None
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise SiteStateError(
-            f"cannot write {path.name}: {error.strerror or error}; "
-            "free disk space or make the folder writable (an older file is unchanged)"
-        ) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically; NaN is refused, because JSON has none."""
-    text = json.dumps(content, indent=2, allow_nan=False)
-    with atomic_write(path) as file:
-        file.write(text.encode())
-
-
 def save_checkpoint(
     path: Path, kind: str, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]
 ) -> None:
@@ -100,7 +46,7 @@ def save_checkpoint(
     Parameters
     ----------
     path
-        The file; replaced atomically.
+        The file; replaced atomically. All but shared weights is the owner's alone (0600).
     kind
         One of the kinds named in this module; :func:`load_checkpoint` asks for it again.
     tensors
@@ -125,7 +71,7 @@ def save_checkpoint(
     # Through memory: torch.save turns a full disk's OSError into a RuntimeError about its archive.
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    with atomic_write(path) as file:
+    with atomic_file(path, private=kind != SHARED_WEIGHTS) as file:
         file.write(buffer.getbuffer())
 
 
@@ -375,7 +321,8 @@ class SiteState:
         for key, array in kept.items():
             if array.dtype.hasobject:
                 raise SiteStateError(f"scores {name!r}: array {key!r} holds Python objects")
-        with atomic_write(self.folder / "predictions" / f"{name}.npz") as file:
+        path = self.folder / "predictions" / f"{name}.npz"
+        with atomic_file(path, private=True) as file:
             np.savez(file, **kept)
 
     def load_scores(self) -> dict[str, dict[str, Scores]]:
@@ -401,7 +348,7 @@ class SiteState:
         except SiteStateError:
             return  # there are none, or none that anything could go on from
         if meta["round"] < round_number:
-            with atomic_write(self.earlier_local_path) as file:
+            with atomic_file(self.earlier_local_path, private=True) as file:
                 file.write(self.local_path.read_bytes())
 
     def _save(
@@ -460,33 +407,3 @@ def _digest(kind: str, facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _is_plain(name: str) -> bool:
     """Whether a name stays inside its folder, and is not hidden there."""
     return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Mark a temporary file as being written, for as long as this process lives."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files of this path that no living process writes any more."""
-    if sys.platform != "win32":
-        # No pattern: each compiled one stays in a cache, and every round has names of its own.
-        begin = f".{path.name}."
-        for leftover in path.parent.iterdir():
-            if not (leftover.name.startswith(begin) and leftover.name.endswith(".tmp")):
-                continue
-            with contextlib.suppress(OSError), leftover.open("rb") as file:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

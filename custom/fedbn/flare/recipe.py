@@ -27,19 +27,21 @@ from nvflare.app_opt.tracking.tb.tb_writer import TBWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
+from data_prep.files import write_json
 from fedbn.federation.experiment import (
     EXPERIMENT_FILE,
     Experiment,
     read_experiment,
 )
 from fedbn.federation.job_folder import check_job_name
-from fedbn.federation.site_state import write_json
 from fedbn.flare.aggregator import FedBNAggregator
 from fedbn.flare.learner import FedBNLearner
 from fedbn.flare.persistor import SharedModelPersistor
 from fedbn.flare.workflow import FedBNWorkflow
 
 TASKS = ["train", "validate", "submit_model"]
+TENSORBOARD = "tensorboard"
+"""Id of the server's component that writes curves."""
 
 _PACKAGE = '"""Nothing but a name: what this job runs is the installed package ``fedbn``."""\n'
 
@@ -110,7 +112,6 @@ class FedBNRecipe(Recipe):
         )
         job.to_server(SharedModelPersistor(), id="persistor")
         job.to_server(FedBNAggregator(), id="aggregator")
-        job.to_server(TBAnalyticsReceiver(events=["fed.analytix_log_stats"]), id="tensorboard")
         job.to_server({"server": {"task_request_interval": 0.2}})
         job.to_clients(ModelLearnerExecutor(learner_id="learner"), tasks=TASKS)
         learner = FedBNLearner(data_root=data_root, torch_threads=torch_threads, device=device)
@@ -122,6 +123,14 @@ class FedBNRecipe(Recipe):
         self._files = tempfile.TemporaryDirectory(prefix="fedbn-recipe-")
         self._add_files(job, name)
         super().__init__(job)
+
+    def finalize(self) -> None:
+        """Write the curves for TensorBoard once: here, or by a receiver that was added for it."""
+        components = self._job._deploy_map["server"].app_config.components
+        own = components.pop(TENSORBOARD, None)
+        if not any(isinstance(one, TBAnalyticsReceiver) for one in components.values()):
+            own = own or TBAnalyticsReceiver(events=["fed.analytix_log_stats"])
+            components[TENSORBOARD] = own
 
     def _add_files(self, job: FedJob, name: str) -> None:
         """Bring the experiment, and the file without which FLARE builds its own classes alone."""

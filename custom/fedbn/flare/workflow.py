@@ -23,7 +23,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from data_prep.files import write_json, write_text
+from data_prep.files import FileError, write_json, write_text
 from fedbn.federation.best_round import BestRound
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.installation import different_versions
@@ -154,7 +154,7 @@ class FedBNWorkflow(ModelController):
         """
         try:
             self._run()
-        except RunFailedError as error:
+        except (RunFailedError, FileError) as error:
             self._write_early_end("failed", str(error))
             self.panic(str(error))
         except Exception as error:

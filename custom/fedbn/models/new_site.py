@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from data_prep.files import write_json
 from fedbn.core.aggregation import WeightedMean
 from fedbn.core.batches import Samples, TensorSamples
 from fedbn.core.normalization import (
@@ -45,7 +46,6 @@ from fedbn.federation.site_state import (
     load_checkpoint,
     network_fingerprint,
     save_checkpoint,
-    write_json,
 )
 from fedbn.tasks.data import DataError, SiteData, Split
 

@@ -9,12 +9,13 @@ from rich.table import Table
 
 from fedbn.federation.results import AFTER_TRAINING
 from fedbn.report.tables import (
-    LOOK,
-    SYNTHETIC,
     WIDTH,
     heading,
+    in_percent_but,
     in_words,
     interval,
+    mean_and_spread,
+    new_table,
     number,
     sentence,
     shown_metrics,
@@ -58,9 +59,10 @@ def levels(summary: Mapping[str, Any]) -> tuple[str, ...]:
 def width(summary: Mapping[str, Any]) -> int:
     """Return the width that the tables need without a broken line: 80, unless there is much."""
     longest = max(len(_title(summary, name)) for name in summary["methods"])
-    site = max(map(len, summary["sites"]))
-    more = max(0, longest - 18) + max(0, site - 6) + 13 * max(0, len(summary["sites"]) - 4)
-    return WIDTH + more
+    sites, metrics = summary["sites"], task_of(summary).metrics
+    words = [max(map(len, [*heading(metric).split(), "00.000"])) + 2 for metric in metrics]
+    more = max(0, max(map(len, sites)) - 6) + 13 * max(0, len(sites) - 4)
+    return WIDTH + max(0, longest - 18) + max(more, sum(words) - 56)
 
 
 def scores_table(summary: Mapping[str, Any], level: str, metric: Metric | None = None) -> Table:
@@ -74,19 +76,16 @@ def scores_table(summary: Mapping[str, Any], level: str, metric: Metric | None =
         f"{in_words([metric])} by {by}, mean over {summary['n_folds']} folds and "
         f"{_seeds(summary)} (standard deviation over seeds)",
         f"macro: every site counts the same.{_partial(summary, [metric])}{_pooled_note(summary)}",
+        [*sites, MACRO],
     )
-    table.add_column("method", no_wrap=True)
-    for site in sites:
-        table.add_column(site, justify="right")
-    table.add_column(MACRO, justify="right")
     for counted in dict.fromkeys((unit, level)):
         counts = [summary[f"n_{counted}s"][site] for site in sites]
         table.add_row(f"{counted}s", *map(str, counts), str(sum(counts)))
     table.add_section()
     for name in summary["methods"]:
         scores = summary["scores"][name]
-        cells = (_cell(metric, scores[scope][level][metric.name]) for scope in (*sites, MACRO))
-        table.add_row(_title(summary, name), *cells)
+        cells = (scores[scope][level][metric.name] for scope in (*sites, MACRO))
+        table.add_row(_title(summary, name), *(mean_and_spread(metric, cell) for cell in cells))
     return table
 
 
@@ -107,11 +106,10 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
         f"Of {n_looks} such intervals, about {n_looks * (1 - summary['confidence']):.1f} "
         "would leave zero out by chance alone; Holm: p adjusted for the number of methods, in the "
         f"macro mean.{_partial(summary, [metric])}{_pooled_note(summary)}",
+        ["difference", "interval", "p", "Holm"],
+        ["method", "site"],
+        keep=True,
     )
-    table.add_column("method", no_wrap=True)
-    table.add_column("site")
-    for name in ("difference", "interval", "p", "Holm"):
-        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("so", no_wrap=True)
     for name, scopes in summary["differences"].items():
         for k, scope in enumerate((MACRO, *summary["sites"])):
@@ -154,11 +152,10 @@ def _over_sites_table(
         "Signed-rank: p of Wilcoxon's test, not corrected for that. Weighted: every "
         f"{unit} counts the same, bootstrap of sites and then {unit}s, for metrics that are means "
         f"over {unit}s. Not adjusted for their number.{_pooled_note(summary)}",
+        ["mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted,\ninterval"],
+        ["method", "metric"],
+        keep=True,
     )
-    table.add_column("method", no_wrap=True)
-    table.add_column("metric", no_wrap=True)
-    for name in ("mean", "interval", "signed-\nrank", "sites\n+ / -", "weighted,\ninterval"):
-        table.add_column(name, justify="right", no_wrap=True)
     metrics = [m for k, m in enumerate(task.metrics) if k < 2 or not m.in_percent]
     for name, levels_of in of_methods.items():
         for k, metric in enumerate(metrics):
@@ -187,15 +184,12 @@ def metrics_table(summary: Mapping[str, Any]) -> Table:
     table = _table(
         summary,
         f"every metric by held-out {unit}, macro mean over sites",
-        f"In %, but {', '.join(m.title for m in task.metrics if not m.in_percent)}. "
-        + " ".join(named)
-        + (f" Lower is better: {', '.join(low)}." if low else "")
+        f"{in_percent_but(task.metrics)} {' '.join(named)}"
+        + (f" Lower is better: {'; '.join(low)}." if low else "")
         + (_CALIBRATION if calibrated else "")
         + f"{_partial(summary, task.metrics)}{_pooled_note(summary)}",
+        [*map(heading, task.metrics), *(("exc.", "slope") if calibrated else ())],
     )
-    table.add_column("method", no_wrap=True)
-    for name in (*map(heading, task.metrics), *(("exc.", "slope") if calibrated else ())):
-        table.add_column(name, justify="right")
     for name in summary["methods"]:
         scores = summary["scores"][name][MACRO][unit]
         cells = [number(metric, scores[metric.name]["mean"]) for metric in task.metrics]
@@ -221,14 +215,11 @@ def after_training_table(summary: Mapping[str, Any]) -> Table:
         f"{sentence(in_words(metrics))}. Before: the final shared weights with each site's own "
         "entries, as in the other tables. After: each site's network after its local epochs of "
         f"the last round, before the last averaging.{_partial(summary, metrics)}",
+        [f"{metric.title}\n{when}" for metric in metrics for when in ("before", "after")],
     )
-    table.add_column("method", no_wrap=True)
-    for metric in metrics:
-        for when in ("before", "after"):
-            table.add_column(f"{metric.title}\n{when}", justify="right")
     for name, scopes in summary[AFTER_TRAINING].items():
         ends = [found[MACRO][unit] for found in (summary["scores"][name], scopes)]
-        cells = (_cell(metric, end[metric.name]) for metric in metrics for end in ends)
+        cells = (mean_and_spread(m, end[m.name]) for m in metrics for end in ends)
         table.add_row(_title(summary, name), *cells)
     return table
 
@@ -245,10 +236,9 @@ def convergence_table(summary: Mapping[str, Any]) -> Table:
         f"Difference to {other} in rounds, paired, where all runs of both reach it, with the "
         f"{summary['confidence']:.0%} interval of the corrected resampled t test. Last loss: at "
         "the last round (standard deviation over seeds).",
+        ["median", "range", "reached", "difference", "interval", "last loss"],
+        keep=True,
     )
-    table.add_column("method", no_wrap=True)
-    for column in ("median", "range", "reached", "difference", "interval", "last loss"):
-        table.add_column(column, justify="right", no_wrap=True)
     for name, one in found["methods"].items():
         difference = one["difference"] or dict.fromkeys(("mean", "low", "high"))
         low, high = difference["low"], difference["high"]
@@ -259,7 +249,7 @@ def convergence_table(summary: Mapping[str, Any]) -> Table:
             f"{one['reached']} of {one['runs']}",
             "-" if difference["mean"] is None else f"{difference['mean']:+.1f}",
             "-" if low is None or high is None else f"{low:+.1f} to {high:+.1f}",
-            _cell(_LOSS, one["last_loss"]),
+            mean_and_spread(_LOSS, one["last_loss"]),
         )
     return table
 
@@ -320,9 +310,17 @@ def _partial(summary: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
     )
 
 
-def _table(summary: Mapping[str, Any], title: str, caption: str) -> Table:
-    label = SYNTHETIC if summary["synthetic"] else ""
-    return Table(**LOOK, title=label + title, caption=caption)
+def _table(
+    summary: Mapping[str, Any],
+    title: str,
+    caption: str,
+    right: Sequence[str],
+    left: Sequence[str] = ("method",),
+    *,
+    keep: bool = False,
+) -> Table:
+    synthetic = summary["synthetic"]
+    return new_table(title, caption, synthetic=synthetic, left=left, right=right, keep=keep)
 
 
 def _title(summary: Mapping[str, Any], name: str) -> str:
@@ -337,13 +335,6 @@ def _pooled_note(summary: Mapping[str, Any]) -> str:
 
 def _seeds(summary: Mapping[str, Any]) -> str:
     return f"{summary['n_seeds']} seed{'' if summary['n_seeds'] == 1 else 's'}"
-
-
-def _cell(metric: Metric, cell: Mapping[str, Any]) -> str:
-    """Write a mean and its standard deviation over seeds."""
-    if cell["mean"] is None:
-        return "-"
-    return f"{number(metric, cell['mean'])} ({number(metric, cell['sd'])})"
 
 
 def _rounds(value: float | None) -> str:

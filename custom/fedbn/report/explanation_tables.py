@@ -11,7 +11,7 @@ from rich.table import Table
 from fedbn.report.html import Picture
 from fedbn.report.panels.base import N_FEATURES
 from fedbn.report.panels.registry import panels_of
-from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.report.tables import new_table
 from fedbn.study.explanation import N_TOP, SHARED, Explanation, strongest_first, strongest_in
 from fedbn.tasks.classification import ClassificationTask
 
@@ -28,20 +28,17 @@ def feature_table(explanation: Explanation, n: int = N_FEATURES, n_top: int = N_
     spread = explanation.weights[SHARED].std(axis=0, ddof=1)
     separation = explanation.separations[SHARED].mean(axis=0)
     folds = strongest_in(explanation.weights[SHARED], n_top)
-    table = Table(
-        **LOOK,
-        title=f"{SYNTHETIC if explanation.synthetic else ''}the {min(n, len(spread))} {noun}s that "
-        f"weigh most, mean over sites and {n_folds} folds",
-        caption=f"Weights in thousandths of the log odds of {positive}; plus: a larger value "
+    table = new_table(
+        f"the {min(n, len(spread))} {noun}s that weigh most, mean over sites and {n_folds} folds",
+        f"Weights in thousandths of the log odds of {positive}; plus: a larger value "
         "speaks for it. In brackets: standard deviation over folds. Top: folds in which the "
         f"{noun} is among the {n_top} strongest. Apart: what the {noun} adds to the difference of "
         "held-out subjects of both classes; below zero it misleads.",
+        synthetic=explanation.synthetic,
+        left=features.shown,
+        right=["all sites", *sites, "top", "apart"],
     )
     shown = [features.columns.index(column) for column in features.shown]
-    for column in features.shown:
-        table.add_column(column, max_width=40)
-    for heading in ("all sites", *sites, "top", "apart"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for k in strongest_first(mean[SHARED])[:n].tolist():
         table.add_row(
             *(features.names[k][place] for place in shown),

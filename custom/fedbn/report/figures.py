@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,9 +52,37 @@ class Drawing:
         if synthetic:
             label_synthetic(self.figure)
 
+    def named(self, title: str, x: str = "", y: str = "", axes: Any = None) -> Any:
+        """Name some axes (by default the first) and what they show; return them."""
+        axes = self.axes[0, 0] if axes is None else axes
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel(x, fontsize=9)
+        axes.set_ylabel(y, fontsize=9)
+        return axes
+
+    def legend(self, handles: Sequence[Any] | None = None, columns: int = 2) -> Any:
+        """Write below the axes what is drawn; by default what has a label."""
+        given = {} if handles is None else {"handles": handles}
+        look: dict[str, Any] = {"fontsize": 8.5, "frameon": False, **given}
+        return self.figure.legend(loc="outside lower center", ncols=columns, **look)
+
     def png(self) -> bytes:
         """Return the picture."""
         return figure_png(self.figure)
+
+
+def grid(axes: Any, axis: Literal["both", "x"] = "both") -> None:
+    """Draw a grid behind what is drawn; of rounds, at whole numbers."""
+    axes.grid(axis=axis, color="#e4e8ec")
+    axes.set_axisbelow(True)
+    if axis == "both":
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def spot(axes: Any, x: Any, y: Any, k: int, **more: Any) -> None:
+    """Draw the mark of the k-th method, above what else is there."""
+    style = {"markeredgecolor": "black", "markersize": 8, "zorder": 3, "clip_on": False, **more}
+    axes.plot(x, y, MARKERS[k % len(MARKERS)], color=COLOURS[k % len(COLOURS)], **style)
 
 
 def label_synthetic(figure: Any) -> None:
@@ -97,16 +125,13 @@ def forest(title: str, bars: Sequence[Bar], axis: str, *, synthetic: bool) -> by
             axes.plot(bar.mean, place, "o", color=colour, markerfacecolor=face, markersize=6.5)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(axis, fontsize=9)
-    axes.grid(axis="x", color="#e4e8ec")
-    axes.set_axisbelow(True)
-    entries = [
-        handle(marker="o", color=COLOURS[0], label="interval leaves zero out"),
-        handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
-    ]
-    drawing.figure.legend(
-        handles=entries, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
+    drawing.named(title, axis)
+    grid(axes, "x")
+    drawing.legend(
+        [
+            handle(marker="o", color=COLOURS[0], label="interval leaves zero out"),
+            handle(marker="o", color=GREY, markerfacecolor="white", label="no difference shown"),
+        ]
     )
     return drawing.png()
 
@@ -167,9 +192,7 @@ def gain_by_size(
         )
         for one in next(iter(panels.values()))
     ]
-    drawing.figure.legend(
-        handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
-    )
+    drawing.legend(handles)
     return drawing.png()
 
 
@@ -212,20 +235,10 @@ def training_loss(
         if len(one.by_seed) > 1:
             low, high = one.by_seed.min(axis=0), one.by_seed.max(axis=0)
             axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
-        marker = MARKERS[one.colour]
-        single = marker if len(rounds) == 1 else None
+        single = MARKERS[one.colour] if len(rounds) == 1 else None
         axes.plot(rounds, mean, color=colour, linestyle=line, linewidth=1.6, marker=single)
         if np.isfinite(one.rounds_until):
-            axes.plot(
-                one.rounds_until,
-                target,
-                marker,
-                color=colour,
-                markeredgecolor="black",
-                markersize=8,
-                zorder=3,
-                clip_on=False,
-            )
+            spot(axes, one.rounds_until, target, one.colour)
     handles = [
         handle(
             color=COLOURS[one.colour],
@@ -236,15 +249,9 @@ def training_loss(
         for one in losses
     ]
     handles.append(handle(color=GREY, linewidth=1.2, label=target_name))
-    axes.set_title("training loss, mean over sites", fontsize=10, loc="left")
-    axes.set_xlabel("rounds", fontsize=9)
-    axes.set_ylabel("loss", fontsize=9)
-    axes.grid(color="#e4e8ec")
-    axes.set_axisbelow(True)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    drawing.figure.legend(
-        handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False
-    )
+    drawing.named("training loss, mean over sites", "rounds", "loss")
+    grid(axes)
+    drawing.legend(handles)
     return drawing.png()
 
 
@@ -287,23 +294,13 @@ def convergence(
                 handles[prefix + what] = handle(**style, label=prefix + what)
         value = level.get(metric)
         if value is not None:
-            axes.axhline(value, color=GREY, linestyle="-.", linewidth=1.3)
-            handles["trained alone"] = handle(
-                color=GREY, linestyle="-.", linewidth=1.3, label="trained alone"
-            )
-        axes.set_ylabel(metric, fontsize=9)
-        axes.grid(color="#e4e8ec")
-        axes.set_axisbelow(True)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    drawing.axes[0, 0].set_title(f"{site}: round by round", fontsize=10, loc="left")
-    drawing.axes[-1, 0].set_xlabel("round", fontsize=9)
-    drawing.figure.legend(
-        handles=list(handles.values()),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=8.5,
-        frameon=False,
-    )
+            style = {"color": GREY, "linestyle": "-.", "linewidth": 1.3}
+            axes.axhline(value, **style)
+            handles["local-only"] = handle(**style, label="local-only training")
+        first, last = metric == next(iter(panels)), axes is drawing.axes[-1, 0]
+        drawing.named(f"{site}: round by round" * first, "round" * last, metric, axes=axes)
+        grid(axes)
+    drawing.legend(list(handles.values()))
     return drawing.png()
 
 
@@ -333,7 +330,7 @@ def distances(
     shown = range(0, len(rows), -(-len(rows) // 70))
     axes.set_yticks(list(shown), [rows[k] for k in shown], fontsize=8.5 if len(rows) < 20 else 6)
     axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=10, loc="left")
+    drawing.named(title)
     bar = drawing.figure.colorbar(image, ax=axes, fraction=0.06)
     bar.set_label(unit, fontsize=8.5)
     bar.ax.tick_params(labelsize=8.5)
@@ -370,32 +367,16 @@ def embedding(
     axes = drawing.axes[0, 0]
     for k, site in enumerate(sites):
         members = points[owner == k]
-        colour, marker = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)]
-        axes.scatter(
-            members[:, 0],
-            members[:, 1],
-            s=16,
-            color=colour,
-            marker=marker,
-            alpha=0.55,
-            linewidths=0,
-        )
-        axes.plot(
-            *members.mean(axis=0),
-            marker,
-            color=colour,
-            markersize=12,
-            markeredgecolor="black",
-            markeredgewidth=1.4,
-            linestyle="none",
-            label=site,
-        )
-    axes.set_xlabel(f"first component, {100 * explained[0]:.0f} % of the variance", fontsize=9)
-    axes.set_ylabel(f"second component, {100 * explained[1]:.0f} %", fontsize=9)
-    axes.set_title(title, fontsize=10, loc="left")
-    drawing.figure.legend(
-        loc="outside lower center", ncols=min(4, len(sites)), fontsize=8.5, frameon=False
+        small: dict[str, Any] = {"alpha": 0.55, "markersize": 4, "markeredgewidth": 0, "zorder": 2}
+        spot(axes, members[:, 0], members[:, 1], k, linestyle="none", **small)
+        x, y = members.mean(axis=0)
+        spot(axes, x, y, k, markersize=12, markeredgewidth=1.4, linestyle="none", label=site)
+    drawing.named(
+        title,
+        f"first component, {100 * explained[0]:.0f} % of the variance",
+        f"second component, {100 * explained[1]:.0f} %",
     )
+    drawing.legend(columns=min(4, len(sites)))
     return drawing.png()
 
 

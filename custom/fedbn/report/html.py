@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn.federation.site_state import atomic_write
+from data_prep.files import atomic_file, write_text
 from fedbn.report.tables import SYNTHETIC
 
 if TYPE_CHECKING:
@@ -187,11 +187,10 @@ class Page:
     def write(self, folder: Path) -> Path:
         """Write the page and its pictures into a folder; return the page's path."""
         for name, png in self.pictures.items():
-            with atomic_write(folder / f"{name}.png") as file:
+            with atomic_file(folder / f"{name}.png") as file:
                 file.write(png)
         path = folder / PAGE_FILE
-        with atomic_write(path) as file:
-            file.write(self.html().encode())
+        write_text(path, self.html())
         return path
 
     def _figure(self, picture: Picture) -> str:

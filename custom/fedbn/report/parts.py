@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from fedbn.federation.results import AFTER_TRAINING, BEFORE_TRAINING
 from fedbn.federation.site import Site
@@ -16,7 +15,7 @@ from fedbn.report.html import Page, Picture
 from fedbn.report.panels.base import N_FEATURES
 from fedbn.report.panels.registry import panels_of
 from fedbn.report.site_models import SiteModels
-from fedbn.report.tables import LOOK, SYNTHETIC
+from fedbn.report.tables import new_table
 from fedbn.study.explanation import feature_weights, features_of, strongest_first
 from fedbn.tasks.base import Task
 from fedbn.tasks.bundling import class_names
@@ -191,17 +190,15 @@ def _features(page: Page, sites: Mapping[str, Site]) -> None:
     page.show(panels.draw_features(features, weights, synthetic=page.synthetic))
     if about := panels.about_features(features):
         page.text(about)
-    table = Table(
-        **LOOK,
-        title=f"{SYNTHETIC if page.synthetic else ''}the {min(N_FEATURES, len(weights))} "
-        f"{features.noun}s that weigh most",
-        caption=f"Weight in thousandths of the log odds; a plus speaks for {positive}.",
+    table = new_table(
+        f"the {min(N_FEATURES, len(weights))} {features.noun}s that weigh most",
+        f"Weight in thousandths of the log odds; a plus speaks for {positive}.",
+        synthetic=page.synthetic,
+        left=features.columns,
+        right=["weight"],
     )
-    table.add_column("weight", justify="right")
-    for column in features.columns:
-        table.add_column(column)
     for k in strongest_first(weights)[:N_FEATURES].tolist():
-        table.add_row(f"{1000 * weights[k]:+.1f}", *features.names[k])
+        table.add_row(*features.names[k], f"{1000 * weights[k]:+.1f}")
     page.table(table)
 
 
@@ -273,11 +270,7 @@ def _heat_maps(
 def made_from(page: Page, facts: Mapping[str, Any]) -> None:
     """Add the section on what the page was made from, and what is in it of subjects."""
     page.section("How this was made")
-    table = Table(
-        **LOOK, title=f"{SYNTHETIC if page.synthetic else ''}settings and versions", caption=""
-    )
-    table.add_column("what")
-    table.add_column("value")
+    table = new_table("settings and versions", synthetic=page.synthetic, left=["what", "value"])
     for name, value in facts.items():
         table.add_row(name, str(value))
     page.table(table)

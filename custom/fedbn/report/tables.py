@@ -28,6 +28,43 @@ _SHARE = "_share_test"
 _KIND = {ALONE: "local-only"}
 
 
+def new_table(
+    title: str,
+    caption: str = "",
+    *,
+    synthetic: bool,
+    left: Sequence[str] = (),
+    right: Sequence[str] = (),
+    keep: bool = False,
+) -> Table:
+    """Return an empty table.
+
+    Parameters
+    ----------
+    title, caption
+        Above and below it.
+    synthetic
+        Whether the subjects are made up, which the title then says.
+    left, right
+        Heads of the columns, aligned so.
+    keep
+        Whether no cell may be broken.
+    """
+    table = Table(**LOOK, title=f"{SYNTHETIC if synthetic else ''}{title}", caption=caption)
+    for name in left:
+        table.add_column(name, no_wrap=keep, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=keep)
+    return table
+
+
+def mean_and_spread(metric: Metric, cell: Mapping[str, Any]) -> str:
+    """Write a mean and, in brackets, its standard deviation over seeds."""
+    if cell["mean"] is None:
+        return "-"
+    return f"{number(metric, cell['mean'])} ({number(metric, cell['sd'])})"
+
+
 # ----------------------------------------------------------------------------------- of any metric
 
 
@@ -72,6 +109,12 @@ def sentence(text: str) -> str:
 def in_words(metrics: Sequence[Metric]) -> str:
     """Name metrics for a caption: ``accuracy in % and AUC``."""
     return " and ".join(f"{m.title} in %" if m.in_percent else m.title for m in metrics)
+
+
+def in_percent_but(metrics: Sequence[Metric]) -> str:
+    """Say which of some metrics are no percentages."""
+    others = "; ".join(metric.title for metric in metrics if not metric.in_percent)
+    return f"In %, but: {others}." if others else "In %."
 
 
 # --------------------------------------------------------------------------------------- of one run
@@ -134,23 +177,21 @@ def _pair_table(
     task = task_of(results)
     unit, metrics = task.levels[0], shown_metrics(task)
     has_gain = kinds[0] == ALONE
-    table = Table(
-        **LOOK,
-        title=_label(results) + title,
-        caption=f"{sentence(in_words(metrics))} by held-out {unit}. {caption.format(unit=unit)}"
+    moved_head = ["corrected/\nworsened"] if has_gain else []
+    pairs = [f"{heading(metric)}\n{name}" for metric in metrics[1:] for name in headings[:2]]
+    table = new_table(
+        title,
+        f"{sentence(in_words(metrics))} by held-out {unit}. {caption.format(unit=unit)}"
         + undefined_sites(results, kinds, metrics)
         + "".join(
             f" {site}: {remark}."
             for site, report in results["sites"].items()
             for remark in task.remarks(report)
         ),
+        synthetic=results.get("synthetic", False),
+        left=["site"],
+        right=[f"{unit}s", *headings, *moved_head, *pairs],
     )
-    table.add_column("site", overflow="fold")
-    for name in (f"{unit}s", *headings, *(("corrected/\nworsened",) if has_gain else ())):
-        table.add_column(name, justify="right")
-    for metric in metrics[1:]:
-        for name in headings[:2]:
-            table.add_column(f"{heading(metric)}\n{name}", justify="right")
 
     def add(name: str, n: str, found: Sequence[Mapping[str, Any]], moved: str) -> None:
         first, *others = (tuple(one.get(m.name) for one in found) for m in metrics)
@@ -205,16 +246,13 @@ def metrics_table(results: Mapping[str, Any]) -> Table:
     metrics = [m for m in task.metrics if any(m.name in one for one in measured)]
     any_site = next(iter(results["sites"].values()))
     shares = [name for name in any_site if name.endswith(_SHARE)]
-    table = Table(
-        **LOOK,
-        title=f"{_label(results)}every metric by held-out {unit}",
-        caption=f"In %, but {', '.join(m.title for m in metrics if not m.in_percent)}."
-        + undefined_sites(results, kinds, metrics),
+    table = new_table(
+        f"every metric by held-out {unit}",
+        in_percent_but(metrics) + undefined_sites(results, kinds, metrics),
+        synthetic=results.get("synthetic", False),
+        left=["site", "model"],
+        right=[*map(heading, metrics), *(f"{s.removesuffix(_SHARE)} in %" for s in shares)],
     )
-    for name in ("site", "model"):
-        table.add_column(name)
-    for name in (*map(heading, metrics), *(f"{s.removesuffix(_SHARE)} in %" for s in shares)):
-        table.add_column(name, justify="right")
     for site, report in results["sites"].items():
         for kind in kinds:
             if kind in report:
@@ -238,15 +276,12 @@ def curve_table(results: Mapping[str, Any]) -> Table:
     metric, unit = task.metrics[0], task.levels[0]
     found = {site: curve_of(report) for site, report in results["sites"].items()}
     whose = next(iter(found.values()))[1] if found else "held-out"
-    table = Table(
-        **LOOK,
-        title=f"{_label(results)}{in_words([metric])} by {whose} {unit}, "
-        "round by round, before > after local training",
-        caption="Before: the round's shared weights with the site's own local entries.",
+    table = new_table(
+        f"{in_words([metric])} by {whose} {unit}, round by round, before > after local training",
+        "Before: the round's shared weights with the site's own local entries.",
+        synthetic=results.get("synthetic", False),
+        right=["round", *sites],
     )
-    table.add_column("round", justify="right")
-    for site in sites:
-        table.add_column(site, justify="right")
     curves = {
         site: {point["round"]: point for point in curve} for site, (curve, _) in found.items()
     }
@@ -265,17 +300,14 @@ def curve_table(results: Mapping[str, Any]) -> Table:
 
 def groups_table(results: Mapping[str, Any]) -> Table:
     """One row a group of sites that were averaged together, and what became of it."""
-    table = Table(
-        **LOOK,
-        title=f"{_label(results)}which sites were averaged together",
-        caption=(
-            "Norms of the group's mean update and of its largest site's, in its first > last "
-            "round. A group is cut where the first is small while the second is not."
-        ),
+    table = new_table(
+        "which sites were averaged together",
+        "Norms of the group's mean update and of its largest site's, in its first > last round. A "
+        "group is cut where the first is small while the second is not.",
+        synthetic=results.get("synthetic", False),
+        left=["group"],
+        right=["rounds", "mean update", "largest update"],
     )
-    table.add_column("group")
-    for heading in ("rounds", "mean update", "largest update"):
-        table.add_column(heading, justify="right")
     table.add_column("then")
     alive: dict[tuple[str, ...], list[Mapping[str, Any]]] = {tuple(sorted(results["sites"])): []}
     for one in results["rounds"]:
@@ -314,7 +346,3 @@ def render(tables: Iterable[Table], width: int = WIDTH) -> str:
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def _label(results: Mapping[str, Any]) -> str:
-    return SYNTHETIC if results.get("synthetic") else ""

@@ -8,19 +8,18 @@ from typing import Any
 from rich.table import Table
 
 from fedbn.report.tables import (
-    LOOK,
-    SYNTHETIC,
     WIDTH,
     heading,
     in_words,
     interval,
+    mean_and_spread,
+    new_table,
     number,
     shown_metrics,
     signed,
 )
 from fedbn.study.cache import task_of
 from fedbn.study.evidence import MACRO
-from fedbn.tasks.base import Metric
 
 _NOTES = {
     "site statistics": (" *", "* needs the sites' running statistics, which never leave them."),
@@ -48,17 +47,15 @@ def score_table(summary: Mapping[str, Any]) -> Table:
     others = [m for m in reversed(task.metrics[1:]) if m.name in _any(summary)]
     notes = dict.fromkeys(_NOTES[row["needs"]][1] for row in summary["rows"])
     also = f"; so do {in_words(others)}" if others else ""
-    table = Table(
-        **LOOK,
-        title=f"{_label(summary)}{in_words([metric])} at a hospital that took no part, by {unit},"
+    table = new_table(
+        f"{in_words([metric])} at a hospital that took no part, by {unit},"
         f"\nmean over {summary['n_seeds']} seeds (standard deviation over seeds)",
-        caption="\n".join(
-            [f"Macro: every hospital counts the same{also}.", *(note for note in notes if note)]
-        ),
+        "\n".join([f"Macro: every hospital counts the same{also}.", *filter(None, notes)]),
+        synthetic=summary["synthetic"],
+        left=["start"],
+        right=[*hospitals, MACRO, *map(heading, others)],
+        keep=True,
     )
-    table.add_column("start", no_wrap=True)
-    for name in (*hospitals, MACRO, *map(heading, others)):
-        table.add_column(name, justify="right", no_wrap=True)
     counts = [summary[f"n_{unit}s"][hospital] for hospital in hospitals]
     table.add_row(f"{unit}s", *map(str, counts), str(sum(counts)))
     table.add_section()
@@ -66,7 +63,7 @@ def score_table(summary: Mapping[str, Any]) -> Table:
         cells = summary["scores"][row["name"]]
         table.add_row(
             _title(row),
-            *(_cell(metric, cells[scope][metric.name]) for scope in (*hospitals, MACRO)),
+            *(mean_and_spread(metric, cells[one][metric.name]) for one in (*hospitals, MACRO)),
             *(number(other, cells[MACRO][other.name]["mean"]) for other in others),
         )
     return table
@@ -79,17 +76,16 @@ def difference_table(summary: Mapping[str, Any]) -> Table:
     metric = task.metrics[0]
     others = [m for m in shown_metrics(task)[1:] if m.name in _any(summary)]
     points, unit = " in points" if metric.in_percent else "", task.levels[0]
-    table = Table(
-        **LOOK,
-        title=f"{_label(summary)}difference to {reference['title']!r},\n"
-        f"macro {metric.title}{points}",
-        caption=f"{summary['confidence']:.0%} intervals. Another hospital: t over {n} hospitals, "
+    table = new_table(
+        f"difference to {reference['title']!r},\nmacro {metric.title}{points}",
+        f"{summary['confidence']:.0%} intervals. Another hospital: t over {n} hospitals, "
         "corrected because\ntheir training sets overlap (Nadeau and Bengio 2003). Further "
         f"{unit}s: of these\nhospitals with these models. Only the first is of a new one.",
+        synthetic=summary["synthetic"],
+        left=["start"],
+        right=["difference", "another hospital", f"further {unit}s", *map(heading, others)],
+        keep=True,
     )
-    table.add_column("start", no_wrap=True)
-    for name in ("difference", "another hospital", f"further {unit}s", *map(heading, others)):
-        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("so", no_wrap=True)
     for row in summary["rows"]:
         if row is reference:
@@ -115,14 +111,5 @@ def _any(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _label(summary: Mapping[str, Any]) -> str:
-    return SYNTHETIC if summary["synthetic"] else ""
-
-
 def _title(row: Mapping[str, Any]) -> str:
     return str(row["title"]) + _NOTES[row["needs"]][0]
-
-
-def _cell(metric: Metric, cell: Mapping[str, Any]) -> str:
-    spread = "" if cell["sd"] is None else f" ({number(metric, cell['sd'])})"
-    return number(metric, cell["mean"]) + spread

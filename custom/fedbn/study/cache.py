@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.files import write_json
 from fedbn.federation.experiment import Experiment, validated
 from fedbn.federation.results import versions
-from fedbn.federation.site_state import write_json
 from fedbn.tasks.base import Task
 from fedbn.tasks.data import SiteData
 
@@ -103,7 +103,6 @@ def claim(path: Path, identity: Mapping[str, Any], what: str, error: type[ValueE
         raise error(f"{out} is not empty and holds no {what}; give another --out")
     if out.exists() and not out.is_dir():
         raise error(f"{out} is not a folder; give another --out")
-    (out / RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
     write_json(path, identity)
 
 

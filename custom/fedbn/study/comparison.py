@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from data_prep.files import write_json, write_text
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import read_sites
 from fedbn.federation.site import Site
-from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.study import cache
 from fedbn.study.execution import Unit, WorkGroup, execute, together
 from fedbn.study.methods import method
@@ -104,8 +104,7 @@ def compare(
                     on_run(done, len(keys))
     ordered = {run: records[run] for run in plan.runs}
     rows = [row for run, record in ordered.items() for row in score_record(plan.task, run, record)]
-    with atomic_write(out / RESULTS_FILE) as file:
-        file.write(results_csv(rows).encode())
+    write_text(out / RESULTS_FILE, results_csv(rows))
     synthetic = any(store.synthetic for store in stores.values())
     summary = summarise(plan, rows, ordered, identity, synthetic=synthetic)
     write_json(out / SUMMARY_FILE, summary)

@@ -19,6 +19,7 @@ from fedbn.models.new_site import STARTS, FinishedRun, buildable, default_start
 from fedbn.study import paired
 from fedbn.study.cache import task_of
 from fedbn.study.records import read_scores
+from fedbn.study.summary import spread
 from fedbn.tasks.base import Metric, Task
 
 FORMAT = "fedbn-unseen-1"
@@ -166,8 +167,7 @@ def _score_record(task: Task, record: Mapping[str, Any]) -> dict[str, _Scored]:
         scores = read_scores(kept)
         measured = task.measure(scores)[task.levels[0]]
         metrics = {metric.name: measured[metric.name] for metric in task.metrics[:N_METRICS]}
-        of_units = task.per_unit(scores)
-        of_units = np.empty(0) if of_units is None else of_units
+        of_units = task.unit_values(scores).get(task.metrics[0].name, np.empty(0))
         scored[name] = _Scored(metrics, of_units, len(scores.units))
     others = [found for name, found in scored.items() if name.startswith(OTHER_SITE)]
     headline = task.metrics[0]
@@ -183,14 +183,10 @@ def _score_record(task: Task, record: Mapping[str, Any]) -> dict[str, _Scored]:
 
 def _spread(of_seeds: Sequence[Sequence[_Scored]]) -> dict[str, dict[str, float]]:
     """Mean over hospitals in each seed, then mean and standard deviation over seeds."""
-    cells = {}
-    for metric in of_seeds[0][0].metrics:
-        values = [statistics.fmean(one.metrics[metric] for one in of_seed) for of_seed in of_seeds]
-        cells[metric] = {
-            "mean": statistics.fmean(values),
-            "sd": statistics.stdev(values) if len(values) > 1 else math.nan,
-        }
-    return cells
+    return {
+        metric: spread(np.array([[o.metrics[metric] for o in of_seed] for of_seed in of_seeds]))
+        for metric in of_seeds[0][0].metrics
+    }
 
 
 def _difference(

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from data_prep.files import write_text
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation
-from fedbn.federation.site_state import atomic_write
 from fedbn.study.method import FederatedRunner
 from fedbn.study.methods import method
 from fedbn.study.plan import ComparisonError, Run
@@ -162,5 +162,5 @@ def do(work: WorkGroup) -> None:
             **asdict(run),
             "sites": {site: make_record(outcomes[site]) for site in sorted(outcomes)},
         }
-        with _writing, atomic_write(unit.path) as file:
-            file.write(json.dumps(content, allow_nan=False).encode())
+        with _writing:  # it holds each subject's scores
+            write_text(unit.path, json.dumps(content, allow_nan=False), private=True)

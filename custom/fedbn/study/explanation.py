@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_prep.files import write_json, write_text
 from fedbn.core.batches import TensorSamples
 from fedbn.core.training import derive_seed
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.results import versions
 from fedbn.federation.simulation import federate
 from fedbn.federation.site import Site, prepare
-from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.tasks.attribution import POSITIVE, integrated_gradients
 from fedbn.tasks.base import Features
 from fedbn.tasks.data import SiteData
@@ -408,8 +408,7 @@ def write_explanation(explanation: Explanation, out: Path, n_top: int = N_TOP) -
         "stability": stability(explanation, n_top),
         "versions": versions(),
     }
-    with atomic_write(features_file(explanation, out)) as file:
-        file.write(features_csv(explanation, n_top).encode())
+    write_text(features_file(explanation, out), features_csv(explanation, n_top))
     write_json(out / SUMMARY_FILE, content)
     return content
 

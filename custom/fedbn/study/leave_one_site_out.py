@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from data_prep.files import write_json, write_text
 from fedbn.core.batches import TensorSamples
 from fedbn.core.networks import NoHeadError, head_entries
 from fedbn.core.normalization import affine_names, entries, load_entries, statistics_names
@@ -32,7 +33,6 @@ from fedbn.core.training import derive_seed, train_epochs
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import Federation, federate, read_sites
 from fedbn.federation.site import Site, make_network
-from fedbn.federation.site_state import atomic_write, write_json
 from fedbn.models.new_site import STARTS, load_start, mean_over_sites
 from fedbn.study import cache
 from fedbn.study.evidence import (
@@ -141,8 +141,8 @@ def _experiment_of(federation: Federation) -> Experiment:
 
 
 def _tuned(network: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what is trained on with labels: all entries, and the head where there is one."""
-    tuned = [(FINETUNED_ENTRIES[0], tuple(network.state_dict()))]
+    """Return what is trained on with labels: all weights, and the head where there is one."""
+    tuned = [(FINETUNED_ENTRIES[0], tuple(name for name, _ in network.named_parameters()))]
     with contextlib.suppress(NoHeadError):
         tuned.append((FINETUNED_ENTRIES[1], head_entries(network)))
     return tuned
@@ -258,8 +258,7 @@ def leave_one_out(
     for seed, site in [unit for unit in units if unit not in records]:
         record = {"format": FORMAT, "key": key, "hospital": site, "seed": seed}
         record |= score_hospital(experiment, stores, site, seed)
-        with atomic_write(paths[seed, site]) as file:
-            file.write(json.dumps(record, allow_nan=False).encode())
+        write_text(paths[seed, site], json.dumps(record, allow_nan=False), private=True)
         records[seed, site] = record
         if on_run is not None:
             on_run(len(records), len(units))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +50,10 @@ class Difference:
     p: float
     standard_error: float
     n: int
+
+    def record(self) -> dict[str, Any]:
+        """Return everything, with the verdict, for a file."""
+        return {**asdict(self), "verdict": verdict(self)}
 
     @property
     def is_shown(self) -> bool:

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -234,10 +233,7 @@ def _differences(
         column = f"{level}_{metric}"
         values = table.values(name, scope, column) - table.values(reference, scope, column)
         difference = paired.compare(values.ravel(), test_to_train)
-        found.setdefault(level, {})[metric] = {
-            **asdict(difference),
-            "verdict": paired.verdict(difference),
-        }
+        found.setdefault(level, {})[metric] = difference.record()
     return found
 
 
@@ -310,8 +306,7 @@ def convergence(
         difference = None
         both = np.stack([until, rounds[compared_with]])
         if name != compared_with and np.isfinite(both).all():
-            estimate = paired.compare((both[0] - both[1]).ravel(), test_to_train)
-            difference = {**asdict(estimate), "verdict": paired.verdict(estimate)}
+            difference = paired.compare((both[0] - both[1]).ravel(), test_to_train).record()
         found[name] = {
             "loss": [[math.fsum(column) / len(column) for column in seed.T] for seed in loss],
             "last_loss": spread(loss[:, :, -1]),

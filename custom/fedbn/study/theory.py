@@ -301,14 +301,9 @@ def _stacked(clients: Sequence[np.ndarray], settings: Settings) -> tuple[np.ndar
 
 def digits(folder: Path, settings: Settings) -> dict[str, list[np.ndarray]]:
     """Read samples of the five digit domains as pixels in [-1, 1]."""
-    from data_prep.paper.sources import read_digits
+    from fedbn.tasks.images.digits import digit_rows
 
-    clients = []
-    for i, domain in enumerate(read_digits(folder)):
-        rows = np.random.default_rng([1, i]).permutation(len(domain.labels))[: settings.n_rows]
-        images = np.stack(list(domain.images(rows, 28))).reshape(len(rows), -1)
-        clients.append(images / 127.5 - 1)
-    return {"digits, pixels in [-1, 1]": clients}
+    return {"digits, pixels in [-1, 1]": digit_rows(folder, settings.n_rows)}
 
 
 def described(

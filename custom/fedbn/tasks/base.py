@@ -373,10 +373,6 @@ class Task(BaseModel, ABC):
     def changed(self, reference: Scores, scores: Scores) -> dict[str, int]:
         """Count units that are ``"corrected"`` or ``"lost"`` from one to the other, of ``"n"``."""
 
-    def per_unit(self, scores: Scores) -> np.ndarray | None:
-        """Return the headline metric of each unit, float64 (n,), where it is their mean."""
-        return None
-
     def decisions(self, train: Scores) -> dict[str, float]:
         """Choose on training units what scores are decided by; facts for the held-out ones."""
         return {}

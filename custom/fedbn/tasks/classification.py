@@ -149,11 +149,6 @@ class ClassificationTask(Task):
             "n": len(scores.units),
         }
 
-    def per_unit(self, scores: Scores) -> np.ndarray:
-        """Return 1 for each unit that is called right, else 0."""
-        right: np.ndarray = (called(scores) == scores.columns["target"]).astype(np.float64)
-        return right
-
     def decisions(self, train: Scores) -> dict[str, float]:
         """Return the threshold, and the best one on the training units; none for many classes."""
         if len(self.class_names) > 2:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
+import os
+import stat
 
 import pytest
 from typer.testing import CliRunner
@@ -161,6 +163,29 @@ def test_a_site_that_missed_a_round_is_absent_in_the_curve(data_root, experiment
     del report["sites"]["UM"]["curve"][0]
     curve = render(run_tables(report)).splitlines()
     assert any("absent" in line for line in curve)
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_results_follow_the_umask_and_what_holds_subjects_is_the_owner_s(
+    job, data_root, tmp_path, umask
+):
+    before, out = os.umask(umask), tmp_path / "out"
+    try:
+        common = ("--data", data_root, "--set", "rounds=1", "--set", "n_folds=2")
+        words = ("--methods", "fedbn,ridge", "--seeds", 1, "--jobs", 1, "--out", out)
+        done = invoke("compare", job, *common, *words)
+        assert done.exit_code == 0, done.output
+        done = invoke("run", job, *common, "--out", tmp_path / "results.json")
+        assert done.exit_code == 0, done.output
+        (tmp_path / "results.json").chmod(0o664)
+        invoke("run", job, *common, "--out", tmp_path / "results.json")
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()}
+    of_runs = {mode for path, mode in modes.items() if path.parent.name == "runs"}
+    assert of_runs == {0o600}
+    assert {mode for path, mode in modes.items() if path.parent == out} == {0o666 & ~umask}
+    assert stat.S_IMODE((tmp_path / "results.json").stat().st_mode) == 0o664
 
 
 @pytest.mark.parametrize("step", ["evaluate", "finetune", "train_alone"])

@@ -295,7 +295,7 @@ def test_a_state_that_is_older_than_what_the_server_accepted_is_refused(
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_full_disk_costs_the_contribution_and_leaves_the_older_state_whole(
-    make_client, experiment, shared, monkeypatch, nth
+    make_client, experiment, shared, monkeypatch, nth, caplog
 ):
     """Where the older entries are copied, where the new ones or the predictions are written."""
     client = make_client(experiment())
@@ -314,9 +314,10 @@ def test_a_full_disk_costs_the_contribution_and_leaves_the_older_state_whole(
     report, answer = client.ask("train", shared, 1, prepared=["NYU"], accepted={"NYU": 0})
     monkeypatch.undo()
     name = ("local_entries_before.pt", "local_entries.pt", "round_000001.npz")[nth - 1]
+    assert f"{name} is not written and stays as it was" in caplog.text
     assert report["error"] == (
-        f"site 'NYU': cannot write {name}: No space left on device; free disk space or make the "
-        "folder writable (an older file is unchanged)"
+        "site 'NYU': <path> is not written and stays as it was (No space left on device); free "
+        "some space, or name another place"
     )
     assert answer.params is None
     if nth < 3:

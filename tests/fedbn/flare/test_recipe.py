@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from nvflare.recipe.utils import add_experiment_tracking
 
 from fedbn.federation.experiment import ExperimentError, read_experiment
 from fedbn.flare.recipe import FedBNRecipe
@@ -46,6 +47,19 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_an_exported_job_is_wired_as_the_job_folder(exported, side):
     assert wiring(exported, side) == wiring(JOBS / "abide_fedbn", side)
+
+
+@pytest.mark.parametrize("exported_before", [False, True])
+def test_curves_are_written_once_if_tracking_is_added(tmp_path, exported_before):
+    recipe = FedBNRecipe(JOBS / "abide_fedbn")
+    if exported_before:
+        recipe.export(str(tmp_path / "before"))
+    add_experiment_tracking(recipe, "tensorboard", {"tb_folder": "mine"})
+    for _ in range(2):  # to export and then run is one job
+        recipe.export(str(tmp_path))
+    components = wiring(tmp_path / "abide_fedbn", "server")["components"]
+    receivers = [c for c in components.values() if c["path"].endswith("TBAnalyticsReceiver")]
+    assert [one["args"]["tb_folder"] for one in receivers] == ["mine"]
 
 
 def test_an_exported_job_has_the_experiment_and_the_meta_of_the_job_folder(exported):

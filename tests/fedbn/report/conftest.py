@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from data_prep.files import write_json
 from fedbn.federation.experiment import Experiment
 from fedbn.federation.simulation import read_sites, run_federation
 from fedbn.federation.site import Site
-from fedbn.federation.site_state import SiteState, network_fingerprint, write_json
+from fedbn.federation.site_state import SiteState, network_fingerprint
 from fedbn.report import figures
 from fedbn.report.html import table_html
 from fedbn.report.writing import write_report

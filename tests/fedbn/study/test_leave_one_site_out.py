@@ -37,7 +37,13 @@ from fedbn.study.evidence import (
     recommend,
     subject_interval,
 )
-from fedbn.study.leave_one_site_out import labelled_subjects, leave_one_out, score_hospital
+from fedbn.study.leave_one_site_out import (
+    _finetune,
+    _tuned,
+    labelled_subjects,
+    leave_one_out,
+    score_hospital,
+)
 from fedbn.study.records import read_scores
 
 SITES = ("NYU", "UM", "USM")
@@ -125,6 +131,17 @@ def test_starts_differ_where_they_should(finished):
     record = json.loads((out / "runs" / "UM_seed0.json").read_text())
     scores = {name: tuple(kept["columns"]["p_1"]) for name, kept in record["scores"].items()}
     assert len(set(scores.values())) == len(scores)
+
+
+def test_training_on_few_labels_leaves_the_statistics_of_all_scans(settings, root):
+    site = Site("USM", read_sites(root, settings)["USM"], settings)
+    before = entries(site.network, tuple(site.network.state_dict()))
+    (name, names), _ = _tuned(site.network)
+    _finetune(site.network, site, site.train_samples, 4, 0, names)
+    after = site.network.state_dict()
+    moved = {entry for entry in before if not torch.equal(before[entry], after[entry])}
+    assert name == "all"
+    assert moved == {entry for entry in before if entry.endswith(("weight", "bias"))}
 
 
 def test_labels_to_train_on_are_of_the_other_folds_balanced_and_nested():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from fedbn.report.figures import COLOURS, LINES, MARKERS, Drawing, handle
+from fedbn.report.figures import COLOURS, LINES, MARKERS, Drawing, grid, handle, spot
 from fedbn.report.panels.held_out import GRID, HeldOut, calibration_points, confusion, mean_roc
 
 
@@ -38,22 +37,11 @@ def roc(
         axes.plot(GRID, curve, color=COLOURS[k], linestyle=LINES[k], linewidth=1.6)
         counts = confusion(repetitions)
         false, true = (row[1] / row.sum() for row in counts)
-        axes.plot(
-            false,
-            true,
-            MARKERS[k],
-            color=COLOURS[k],
-            markeredgecolor="black",
-            markersize=8,
-            label=label,
-            zorder=3,
-            clip_on=False,
-        )
-    axes.set_title(f"{site}: ROC, and where each method decides", fontsize=10, loc="left")
-    for label, name in zip((axes.set_xlabel, axes.set_ylabel), classes, strict=True):
-        label(f"share of {name} called {classes[1]}", fontsize=9)
+        spot(axes, false, true, k, label=label)
+    called = (f"share of {name} called {classes[1]}" for name in classes)
+    drawing.named(f"{site}: ROC, and where each method decides", *called)
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    drawing.legend()
     return drawing.png()
 
 
@@ -82,13 +70,9 @@ def calibration(
             zorder=3,
             clip_on=False,
         )
-    axes.set_title(f"{site}: are scores probabilities?", fontsize=10, loc="left")
-    axes.set_xlabel("mean score", fontsize=9)
-    axes.set_ylabel(f"share of {classes[1]}", fontsize=9)
+    drawing.named(f"{site}: are scores probabilities?", "mean score", f"share of {classes[1]}")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    legend = drawing.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
-    handles: list[Any] = legend.legend_handles
-    for mark in handles:
+    for mark in drawing.legend().legend_handles:
         mark.set_sizes([40.0])
     return drawing.png()
 
@@ -146,27 +130,13 @@ def shares_called(
     spread = np.linspace(-0.26, 0.26, len(scored)) if len(scored) > 1 else np.zeros(1)
     for k, (name, by_site) in enumerate(scored.items()):
         called = [np.mean([one.called.mean() for one in by_site[site]]) for site in sites]
-        axes.plot(
-            called,
-            np.arange(len(sites)) + spread[k],
-            MARKERS[k],
-            color=COLOURS[k],
-            markersize=7,
-            label=name,
-            clip_on=False,
-        )
+        rows = np.arange(len(sites)) + spread[k]
+        spot(axes, called, rows, k, markersize=7, markeredgecolor=COLOURS[k], label=name)
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.45, -0.55)
     axes.set_xlim(0, 1)
-    axes.grid(axis="x", color="#e4e8ec")
-    axes.set_axisbelow(True)
-    axes.set_title(f"share called {classes[1]}", fontsize=10, loc="left")
-    handles = [handle(color="black", linewidth=3, label=f"are {classes[1]}")]
-    drawing.figure.legend(
-        handles=[*handles, *axes.get_legend_handles_labels()[0]],
-        loc="outside lower center",
-        ncols=2,
-        fontsize=8.5,
-        frameon=False,
-    )
+    grid(axes, "x")
+    drawing.named(f"share called {classes[1]}")
+    bar = handle(color="black", linewidth=3, label=f"are {classes[1]}")
+    drawing.legend([bar, *axes.get_legend_handles_labels()[0]])
     return drawing.png()
