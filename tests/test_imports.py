@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,25 @@ def test_no_module_imports_itself_round_a_circle():
         for name in leaves:
             del needs[name]
     assert sorted(needs) == []
+
+
+OF_ONE_TASK = re.compile(r"autism|connectome|\bedges?\b|\broi|\bwindow", re.IGNORECASE)
+NAMED = {
+    "core/networks.py": '"ConnectomeMLP": ',  # the table of short names
+    "federation/experiment.py": "_NETWORK_0_1 = ",  # what version 0.1 took for granted
+    "study/records.py": "window_",  # names in a file that version 0.1 wrote
+}
+
+
+@pytest.mark.parametrize("room", ["core", "federation", "models", "study", "flare"])
+def test_generic_rooms_know_no_word_of_one_task(room):
+    found = []
+    for path in sorted((FEDBN / room).rglob("*.py")):
+        allowed = NAMED.get(path.relative_to(FEDBN).as_posix())
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if OF_ONE_TASK.search(line) and not (allowed and allowed in line):
+                found.append(f"{named(path)}: {line.strip()}")
+    assert found == []
 
 
 def defined_in(path):

@@ -389,7 +389,7 @@ def check_out(out: Path) -> None:
 
 
 def write_explanation(explanation: Explanation, out: Path, n_top: int = N_TOP) -> dict[str, Any]:
-    """Write one row an input (``edges.csv``, ``features.csv``) and ``explanation.json``.
+    """Write one row an input of the network and ``explanation.json``.
 
     Returns
     -------

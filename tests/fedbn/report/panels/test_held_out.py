@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import auc, roc_auc_score
 
-from fedbn.report.comparison_page import _held_out
 from fedbn.report.panels import held_out
 from fedbn.report.panels.held_out import GRID, HeldOut
 from fedbn.study.comparison import read_comparison
+from fedbn.study.summary import held_out as of_comparison
 from fedbn.tasks.base import Scores
 from fedbn.tasks.classification import two_class_scores
 
@@ -67,7 +67,7 @@ def test_the_folds_of_a_seed_hold_out_each_subject_once(compared, summary):
     assert found == summary
     scored = {
         site: [HeldOut.of(folds) for folds in seeds]
-        for site, seeds in _held_out(plan, records, ["fedbn"])["FedBN"].items()
+        for site, seeds in of_comparison(plan, records, "fedbn").items()
     }
     assert list(scored) == summary["sites"]
     for site, repetitions in scored.items():
