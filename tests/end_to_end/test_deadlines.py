@@ -27,7 +27,7 @@ SLOW_LARGE_SITE = """
     class Learner(FedBNLearner):
         def _train(self, model):
             answer = super()._train(model)
-            seconds = 4.0 if self.site_name == "site-3" else 1.0
+            seconds = 8.0 if self.site_name == "site-3" else 2.0
             time.sleep(seconds)
             answer.meta["fedbn"]["seconds"] += seconds
             return answer
@@ -49,7 +49,7 @@ def test_a_quorum_does_not_leave_out_the_largest_site(simulation):
         sites=["NYU", "UM", "USM"],
         rounds=3,
         learner=SLOW_LARGE_SITE,
-        workflow={"min_sites": 2, "grace_seconds": 0, "round_seconds": 60},
+        workflow={"min_sites": 2, "grace_seconds": 3, "round_seconds": 90},
     )
     run.run("-n", "3", "-t", "3").succeeded()
     assert [record["accepted"] for record in run.results["rounds"]] == [["NYU", "UM", "USM"]] * 3
