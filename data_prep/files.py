@@ -14,9 +14,10 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ __all__ = [
     "followed",
     "lock",
     "recover_folder",
+    "write_files",
     "write_json",
     "write_text",
 ]
@@ -159,6 +161,25 @@ def write_json(path: StrPath, content: Any, *, private: bool = False) -> None:
     write_text(path, text + "\n", private=private)
 
 
+def write_files(folder: StrPath, contents: Mapping[str, bytes]) -> None:
+    """Write files into a folder, each as `atomic_file` does; where one fails, none is new."""
+    place, new = Path(folder), list[Path]()
+    made = not place.exists()
+    try:
+        for name, content in contents.items():
+            there = (place / name).exists()
+            with atomic_file(place / name) as file:
+                file.write(content)
+            new += [] if there else [place / name]
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        if made:
+            with suppress(OSError):
+                place.rmdir()
+        raise
+
+
 @contextmanager
 def atomic_folder(path: StrPath, *, private: bool = False) -> Iterator[Path]:
     """Yield a new folder that takes its name, and an older one's place, when the block has ended.
@@ -263,6 +284,9 @@ def _one_sentence(path: StrPath) -> Iterator[None]:
     except FileError:
         raise
     except OSError as error:
+        if isinstance(error, shutil.Error):  # of a copied folder, with a line a file
+            number = re.search(r"\[Errno (\d+)\]", str(error))
+            error = OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
         reason = error.strerror or str(error)
         place = str(error.filename or path)
         if place != str(path) and not Path(place).name.startswith(f".{Path(path).name}."):

@@ -296,6 +296,45 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_content(tmp_path, kind):
     assert names(tmp_path) == ["x"]
 
 
+LITTLE_COPY = """
+import resource, shutil, signal, sys
+from pathlib import Path
+from data_prep.files import FileError, atomic_folder, write_files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+place, source = Path(sys.argv[1]), Path(sys.argv[2])
+try:
+    if sys.argv[3] == "copy":
+        with atomic_folder(place) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+    else:
+        write_files(place, {"new 1": b"1", "new 2": bytes(100_000), "new 3": b"3"})
+except FileError as error:
+    print(error)
+"""
+
+
+@posix
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("kind", ["copy", "files"])
+def test_a_full_disk_among_several_files_is_one_sentence_and_leaves_none(tmp_path, kind, there):
+    (tmp_path / "source").mkdir()
+    for name in "ab":
+        (tmp_path / "source" / name).write_bytes(bytes(100_000))
+    place = tmp_path / "x"
+    if there:
+        write_folder(place, "old")
+    command = [sys.executable, "-c", LITTLE_COPY, str(place), str(tmp_path / "source"), kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    failed = place if kind == "copy" else place / "new 2"
+    assert done.stdout == (
+        f"{failed} is not written and stays as it was (File too large); free some space, or name "
+        "another place\n"
+    )
+    assert names(tmp_path) == ["source"] + ["x"] * there
+    assert sorted(path.name for path in place.rglob("*")) == ["a", "b", "inner"] * there
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_device_is_one_sentence():
     with pytest.raises(FileError, match=r"^/dev/full is not written .* \(No space left on device"):

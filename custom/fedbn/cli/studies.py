@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from data_prep.files import atomic_file, write_json, write_text
+from data_prep.files import atomic_file, write_files, write_text
 from fedbn.cli.common import (
     Changes,
     ChangesFile,
@@ -218,9 +219,7 @@ def theory(
             lambda step: typer.echo(f"{step} ...", err=True),
         )
         text = render(theory_tables(found), width=TABLE_WIDTH)
-        write_json(out / "theory.json", found)
-        for name, content in {"tables.txt": text.encode(), **pictures(found)}.items():
-            with atomic_file(out / name) as file:
-                file.write(content)
+        numbers = json.dumps(found, indent=2, allow_nan=False).encode()
+        write_files(out, {"theory.json": numbers, "tables.txt": text.encode(), **pictures(found)})
         typer.echo(text, nl=False)
         typer.echo(f"numbers and three pictures: {out}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.files import atomic_file, write_text
+from data_prep.files import write_files
 from fedbn.report.tables import SYNTHETIC
 
 if TYPE_CHECKING:
@@ -186,12 +186,9 @@ class Page:
 
     def write(self, folder: Path) -> Path:
         """Write the page and its pictures into a folder; return the page's path."""
-        for name, png in self.pictures.items():
-            with atomic_file(folder / f"{name}.png") as file:
-                file.write(png)
-        path = folder / PAGE_FILE
-        write_text(path, self.html())
-        return path
+        pictures = {f"{name}.png": png for name, png in self.pictures.items()}
+        write_files(folder, pictures | {PAGE_FILE: self.html().encode()})
+        return folder / PAGE_FILE
 
     def _figure(self, picture: Picture) -> str:
         data = base64.b64encode(picture.png).decode()
